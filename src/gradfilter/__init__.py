@@ -1,0 +1,77 @@
+"""Train convolutional networks on small devices: the backward runs on patches, and little is kept for it.
+
+>>> import torch, gradfilter as gf
+>>> model = gf.models.build("tiny", classes=10)
+>>> model = gf.apply_(model, gf.GradientFilter(patch=2), layers="last:4")
+>>> model(torch.randn(8, 3, 32, 32)).sum().backward()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import models as models
+    from .analysis import analyze as analyze
+    from .coarse import count_fallbacks as count_fallbacks
+    from .costs import cost as cost
+    from .costs import kept_bytes as kept_bytes
+    from .costs import plan as plan
+    from .errors import GradFilterError as GradFilterError
+    from .methods import Exact as Exact
+    from .methods import GradientFilter as GradientFilter
+    from .methods import Method as Method
+    from .plans import Plan as Plan
+    from .surgery import apply_ as apply_
+    from .surgery import restore_ as restore_
+
+# torch takes seconds to import: nothing here does until a name is used
+_HOMES = {
+    "Exact": "methods",
+    "GradFilterError": "errors",
+    "GradientFilter": "methods",
+    "Method": "methods",
+    "Plan": "plans",
+    "analyze": "analysis",
+    "apply_": "surgery",
+    "cost": "costs",
+    "count_fallbacks": "coarse",
+    "kept_bytes": "costs",
+    "models": "",
+    "plan": "costs",
+    "restore_": "surgery",
+}
+
+__all__ = [
+    "Exact",
+    "GradFilterError",
+    "GradientFilter",
+    "Method",
+    "Plan",
+    "analyze",
+    "apply_",
+    "cost",
+    "count_fallbacks",
+    "kept_bytes",
+    "models",
+    "plan",
+    "restore_",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("gradfilter")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gradfilter' has no attribute {name!r}")
+    home = _HOMES[name]
+    if not home:
+        return import_module(f".{name}", __name__)
+    return getattr(import_module(f".{home}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

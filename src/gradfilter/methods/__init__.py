@@ -1,0 +1,14 @@
+"""The methods, one file each. The table below is the only list of them."""
+
+from __future__ import annotations
+
+from .base import Method
+from .exact import Exact
+from .gradient_filter import GradientFilter
+
+__all__ = ["METHODS", "Exact", "GradientFilter", "Method"]
+
+METHODS: dict[str, type[Method]] = {
+    "exact": Exact,
+    "filter": GradientFilter,
+}

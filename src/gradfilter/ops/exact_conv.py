@@ -1,0 +1,76 @@
+"""torch's own convolution backward, callable with only the shapes of what is not needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..geometry import ConvAxis, ConvGeometry
+
+__all__ = ["Gradients", "Want", "exact_backward"]
+
+
+class Gradients(NamedTuple):
+    """What a backward gives; None where nobody asked."""
+
+    x: Tensor | None
+    weight: Tensor | None
+
+
+class Want(NamedTuple):
+    """Which gradients are asked for."""
+
+    x: bool
+    weight: bool
+
+
+def exact_backward(grad: Tensor, x: Tensor | None, weight: Tensor, geometry: ConvGeometry, want: Want) -> Gradients:
+    """torch's own convolution backward; ``x`` may be missing where only its shape matters."""
+    axes = geometry.axes
+    source = grad.new_empty(1).expand(geometry.x_shape) if x is None else x
+    padding = [axis.pad for axis in axes]
+    ends = [axis.pad_end for axis in axes]
+    if padding != ends and not geometry.transposed:
+        return _exact_uneven(grad, source, weight, geometry, want)
+    output_padding = [0] * len(axes)
+    if geometry.transposed:
+        output_padding = [
+            a.size_in - ((a.size_out - 1) * a.stride - 2 * a.pad + a.dilation * (a.kernel - 1) + 1) for a in axes
+        ]
+    x_grad, weight_grad, _ = torch.ops.aten.convolution_backward(
+        grad,
+        source,
+        weight,
+        None,
+        [axis.stride for axis in axes],
+        padding,
+        [axis.dilation for axis in axes],
+        geometry.transposed,
+        output_padding,
+        geometry.groups,
+        [want.x, want.weight, False],
+    )
+    return Gradients(x_grad, weight_grad)
+
+
+def _exact_uneven(grad: Tensor, x: Tensor, weight: Tensor, geometry: ConvGeometry, want: Want) -> Gradients:
+    """padding='same' of an even kernel pads one pixel more at the end: pad outside, then crop."""
+    extra = [axis.pad_end - axis.pad for axis in geometry.axes]
+    padded = torch.nn.functional.pad(x, [n for e in reversed(extra) for n in (0, e)])
+    inner = ConvGeometry(tuple(padded.shape), geometry.y_shape, _evened(geometry), geometry.groups)
+    result = exact_backward(grad, padded, weight, inner, want)
+    if result.x is None:
+        return result
+    x_grad = result.x
+    for d, size in enumerate(geometry.x_shape):
+        x_grad = x_grad.narrow(d, 0, size)
+    return Gradients(x_grad, result.weight)
+
+
+def _evened(geometry: ConvGeometry) -> tuple[ConvAxis, ...]:
+    return tuple(
+        ConvAxis(a.size_in + a.pad_end - a.pad, a.size_out, a.kernel, a.stride, a.dilation, a.pad, a.pad)
+        for a in geometry.axes
+    )

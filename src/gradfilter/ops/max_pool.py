@@ -1,0 +1,146 @@
+"""Max pooling on the grid: per patch and neighbour, how many maxima lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..coarse import CoarseGradient, onto
+from ..grid import Grid, pixels, pool
+from ..wanted import wanted_grid
+from .layer import first_derivative_only
+
+__all__ = ["PoolWindow", "max_pool"]
+
+_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+
+class PoolWindow:
+    """Kernel, stride, padding and dilation of a pooling, one number per axis."""
+
+    def __init__(
+        self, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool
+    ) -> None:
+        self.kernel, self.stride, self.padding = tuple(kernel), tuple(stride), tuple(padding)
+        self.dilation, self.ceil = tuple(dilation), ceil
+
+    def run(self, x: Tensor, return_indices: bool) -> Any:
+        pooling = _POOLS[len(self.kernel)]
+        return pooling(x, self.kernel, self.stride, self.padding, self.dilation, self.ceil, return_indices)
+
+    def tiles(self, grid: Grid, shape: Sequence[int]) -> bool:
+        """Whether windows tile the patches, so that each pixel gets its share wherever the maximum lies."""
+        axes = zip(self.kernel, self.stride, self.padding, self.dilation, grid.patches[2:], strict=True)
+        whole = all(n % k == 0 for n, k in zip(shape[2:], self.kernel, strict=True))
+        return whole and all(k == s and pad == 0 and d == 1 and p % k == 0 for k, s, pad, d, p in axes)
+
+
+def max_pool(x: Tensor, window: PoolWindow) -> Tensor:
+    """Max pooling of (N, C, spatial...)."""
+    grid = wanted_grid(x)
+    if grid.is_dense:
+        y: Tensor = window.run(x, False)
+        return y
+    function = _TiledMax if window.tiles(grid, x.shape) else _CountedMax
+    result: Tensor = function.apply(x, window, grid)
+    return result
+
+
+class _TiledMax(torch.autograd.Function):
+    """Keeps nothing: a patch holds whole windows, each of which passes its gradient to one of its pixels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: PoolWindow, grid: Grid) -> Tensor:
+        y: Tensor = window.run(x, False)
+        sides = tuple(p // k for p, k in zip(grid.patches[2:], window.kernel, strict=True))
+        ctx.wanted = (1, 1, *sides)
+        ctx.out_grid, ctx.grid, ctx.share = Grid.of(y.shape, ctx.wanted), grid, 1 / prod(window.kernel)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        first_derivative_only()
+        return CoarseGradient(onto(grad, ctx.out_grid) * ctx.share, ctx.grid), None, None
+
+
+class _CountedMax(torch.autograd.Function):
+    """Keeps, for each patch of the output and each patch of the input near it, a byte: the maxima there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: PoolWindow, grid: Grid) -> Tensor:
+        y, index = window.run(x, True)
+        ctx.wanted = grid.patches
+        ctx.out_grid, ctx.grid, ctx.window = Grid.of(y.shape, grid.patches), grid, window
+        ctx.first, ctx.reach = _neighbours(window, grid, ctx.out_grid)
+        neighbour = _neighbour_of_maximum(index, x.shape, ctx.out_grid, grid, window, ctx.first, ctx.reach)
+        ctx.save_for_backward(_count_each(neighbour, prod(ctx.reach), ctx.out_grid))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        first_derivative_only()
+        (counts,) = ctx.saved_tensors
+        values = onto(grad, ctx.out_grid)
+        patches_out, patches_in = ctx.out_grid.coarse_shape[2:], ctx.grid.coarse_shape[2:]
+        steps, before = ctx.window.stride, [-f for f in ctx.first]
+        width = [
+            max(s * (p - 1) + r, q + b)
+            for s, p, r, q, b in zip(steps, patches_out, ctx.reach, patches_in, before, strict=True)
+        ]
+        total = values.new_zeros(*values.shape[:2], *width)
+        for k, shift in enumerate(product(*map(range, ctx.reach))):
+            lattice = tuple(
+                slice(a, a + s * (p - 1) + 1, s) for a, s, p in zip(shift, steps, patches_out, strict=True)
+            )
+            total[(..., *lattice)] += values * counts[k]
+        real = tuple(slice(b, b + q) for b, q in zip(before, patches_in, strict=True))
+        sums = total[(..., *real)]
+        return CoarseGradient(sums / pixels(ctx.grid, sums), ctx.grid), None, None
+
+
+def _neighbours(window: PoolWindow, grid: Grid, out_grid: Grid) -> tuple[list[int], list[int]]:
+    """Per axis: index of the first input patch that output patch 0 may read, and how many it may read."""
+    first, reach = [], []
+    settings = zip(window.kernel, window.stride, window.padding, window.dilation, strict=True)
+    for (k, s, pad, d), p in zip(settings, grid.patches[2:], strict=True):
+        low = -pad // p
+        high = (s * (p - 1) - pad + d * (k - 1)) // p
+        first.append(low)
+        reach.append(high - low + 1)
+    return first, reach
+
+
+def _neighbour_of_maximum(
+    index: Tensor,
+    shape: Sequence[int],
+    out_grid: Grid,
+    grid: Grid,
+    window: PoolWindow,
+    first: list[int],
+    reach: list[int],
+) -> Tensor:
+    """For each output pixel the number of the neighbouring input patch that holds its maximum."""
+    number = torch.zeros_like(index)
+    for i in reversed(range(len(first))):
+        size, d = shape[i + 2], i + 2
+        position = index % size
+        index = index // size
+        own = torch.arange(out_grid.shape[d], device=index.device) // out_grid.patches[d]
+        start = (own * window.stride[i] + first[i]).view([-1 if j == d else 1 for j in range(index.dim())])
+        number += (position // grid.patches[d] - start) * prod(reach[i + 1 :])
+    return number
+
+
+def _count_each(neighbour: Tensor, kinds: int, grid: Grid) -> Tensor:
+    small = torch.uint8 if prod(grid.patches) < 256 else torch.int32
+    counts = neighbour.new_empty(kinds, *grid.coarse_shape, dtype=small)
+    for k in range(kinds):
+        share = pool((neighbour == k).to(torch.float32), grid)
+        counts[k] = share.mul_(pixels(grid, share)).round_()
+    return counts

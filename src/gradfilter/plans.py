@@ -1,0 +1,143 @@
+"""A plan: what surgery will do to each layer of a model, as a value that can be printed before it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from .methods import Method
+
+__all__ = ["Action", "LayerCost", "LayerPlan", "NormPolicy", "Plan", "format_bytes", "format_count", "table"]
+
+Action = Literal["train", "pass", "frozen"]
+NormPolicy = Literal["fixed", "affine", "batch"]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Bytes kept for the backward and multiply-adds of one layer, for one batch of the example's size."""
+
+    kept: int = 0
+    forward_macs: int = 0
+    backward_macs: int = 0
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One row: train it, pass gradients through it, or leave it frozen with nothing to do.
+
+    ``reason`` says why a layer that was asked to use a method stays exact. Costs are there if the plan was made
+    with an example input.
+    """
+
+    name: str
+    kind: str
+    action: Action
+    method: Method
+    reason: str = ""
+    before: LayerCost | None = None
+    after: LayerCost | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``apply_`` will do. Printing it gives the table; ``rows`` has one entry per layer in order.
+
+    >>> from gradfilter import Exact
+    >>> print(Plan((LayerPlan("conv", "Conv2d", "train", Exact()),)))
+    layer  kind    action  method
+    conv   Conv2d  train   Exact()
+    """
+
+    rows: tuple[LayerPlan, ...]
+    norm: NormPolicy = "fixed"
+    other: tuple[LayerCost, LayerCost] | None = field(default=None)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        return tuple(row.name for row in self.rows if row.action == "train")
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Bytes kept by the whole model, before and after."""
+        pairs = [(row.before, row.after) for row in self.rows] + ([self.other] if self.other else [])
+        known = [(before, after) for before, after in pairs if before and after]
+        return sum(before.kept for before, _ in known), sum(after.kept for _, after in known)
+
+    def with_costs(
+        self, costs: dict[str, tuple[LayerCost, LayerCost]], other: tuple[LayerCost, LayerCost]
+    ) -> Plan:
+        rows = (
+            replace(row, before=costs[row.name][0], after=costs[row.name][1]) if row.name in costs else row
+            for row in self.rows
+        )
+        return replace(self, rows=tuple(rows), other=other)
+
+    def __str__(self) -> str:
+        costed = any(row.after is not None for row in self.rows)
+        head = ["layer", "kind", "action", "method"]
+        if costed:
+            head += ["kept", "-> kept", "backward", "-> backward"]
+        reasons = any(row.reason for row in self.rows)
+        head += ["reason"] if reasons else []
+        lines = [head]
+        for row in self.rows:
+            method = "" if row.action == "frozen" else str(row.method)
+            lines.append([row.name, row.kind, row.action, method])
+            lines[-1] += _cost_cells(row.before, row.after) if costed else []
+            lines[-1] += [row.reason] if reasons else []
+        if costed and self.other:
+            lines.append(["(other modules)", "", "", "", *_cost_cells(*self.other)])
+            before, after = self.kept
+            share = f"{after / before:.3f}x" if before else ""
+            lines.append(["total kept", "", "", "", format_bytes(before), format_bytes(after), share, ""])
+        return table(lines)
+
+
+def _cost_cells(before: LayerCost | None, after: LayerCost | None) -> list[str]:
+    if before is None or after is None:
+        return ["", "", "", ""]
+    return [
+        format_bytes(before.kept),
+        format_bytes(after.kept),
+        format_count(before.backward_macs),
+        format_count(after.backward_macs),
+    ]
+
+
+def format_bytes(count: int) -> str:
+    """Bytes as people read them.
+
+    >>> format_bytes(0), format_bytes(2048), format_bytes(5 * 2**20)
+    ('0', '2.0 KiB', '5.0 MiB')
+    """
+    if count < 1024:
+        return str(count)
+    for unit in ("KiB", "MiB", "GiB"):
+        count_f = count / 1024
+        if count_f < 1024 or unit == "GiB":
+            return f"{count_f:.1f} {unit}"
+        count //= 1024
+    return str(count)
+
+
+def format_count(count: int) -> str:
+    """Operations as people read them.
+
+    >>> format_count(1234567)
+    '1.2 M'
+    """
+    size = float(count)
+    for unit in ("", " k", " M", " G"):
+        if size < 1000 or unit == " G":
+            return f"{size:.1f}{unit}" if unit else str(count)
+        size /= 1000
+    return str(count)
+
+
+def table(lines: list[list[str]]) -> str:
+    """Cells to aligned columns."""
+    columns = max(map(len, lines))
+    rows = [line + [""] * (columns - len(line)) for line in lines]
+    widths = [max(len(row[i]) for row in rows) for i in range(columns)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
