@@ -160,7 +160,7 @@ def _geometry(
     ):
         if transposed:
             made = (size - 1) * s - 2 * pad + d * (k - 1) + 1 + extra
-            axes.append(ConvAxis(made, size, k, s, d, pad, pad_end))
+            axes.append(ConvAxis(made, size, k, s, d, pad, pad - extra))
         else:
             made = (size + pad + pad_end - d * (k - 1) - 1) // s + 1
             axes.append(ConvAxis(size, made, k, s, d, pad, pad_end))

@@ -76,7 +76,8 @@ class GradientFilter(Method):
         return self._sides(geometry)
 
     def keep(self, x: Tensor, geometry: ConvGeometry) -> tuple[Tensor, ...]:
-        return (pool(x, geometry.input_grid(self._sides(geometry))),)
+        sides = self._sides(geometry)
+        return (x if prod(sides) == 1 else pool(x, geometry.input_grid(sides)),)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want

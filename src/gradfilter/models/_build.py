@@ -107,7 +107,7 @@ def _from_timm(name: str, classes: int | None, options: Options) -> nn.Module:
 def _from_smp(name: str, classes: int | None, options: Options) -> nn.Module:
     smp = library("segmentation_models_pytorch", "seg")
     head, _, encoder = name.partition("/")
-    heads = {head.__name__: head for head in smp.MODEL_ARCHITECTURES_MAPPING.values()}
+    heads = {kind.__name__: kind for kind in smp.MODEL_ARCHITECTURES_MAPPING.values()}
     encoders = smp.encoders.get_encoder_names()
     if head not in heads:
         raise ModelError(f"smp has no head {head!r} (smp:HEAD/ENCODER).{nearest(head, heads)}")
@@ -145,10 +145,10 @@ def _find_factory(module: str, attribute: str) -> Callable[..., Any]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ModelError(f"{name} names a module that Python does not find: {error.name}.") from None
-    factory = getattr(found, attribute, None)
+    factory: Callable[..., Any] | None = getattr(found, attribute, None)
     if not callable(factory):
         raise ModelError(f"{module} has no function {attribute}.{nearest(attribute, vars(found))}")
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def _class_argument(factory: Callable[..., Any]) -> str | None:

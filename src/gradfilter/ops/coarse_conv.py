@@ -44,7 +44,8 @@ def coarse_macs(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> in
 
 @lru_cache(maxsize=4096)
 def _strategy(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> Collapsed | Convolved | Gathered:
-    if taps == "collapse" or all(axis.is_pointwise for axis in geometry.axes):
+    one_tap = all(axis.is_pointwise for axis in geometry.axes) and not geometry.transposed
+    if taps == "collapse" or one_tap:
         return Collapsed(geometry, patch)
     convolved = Convolved(geometry, patch)
     if geometry.groups == 1 and not geometry.transposed:
@@ -124,7 +125,7 @@ class Collapsed:
         if geometry.groups == 1:
             matrix = summed.t() if geometry.transposed else summed
             product = rows(grad) @ matrix
-            return product.view(grad.shape[0], *grad.shape[2:], -1).movedim(-1, 1)
+            return product.view(grad.shape[0], *grad.shape[2:], matrix.shape[1]).movedim(-1, 1)
         ones = [1] * geometry.spatial
         kernel = summed.view(*summed.shape, *ones)
         if _is_depthwise(geometry):
@@ -161,7 +162,7 @@ def _every_tap(flat: Tensor, weight: Tensor) -> Tensor:
     taps = weight.shape[2:]
     if prod(taps) == 1:
         return flat.view(weight.shape)
-    wide = flat.view(len(flat), *[1] * len(taps), -1).expand(-1, *taps, -1)
+    wide = flat.view(len(flat), *[1] * len(taps), flat.shape[1]).expand(-1, *taps, -1)
     return wide.contiguous().movedim(-1, 1)
 
 
@@ -302,14 +303,16 @@ class Gathered:
     def _gather(self, x: Tensor, tables: list[Tensor]) -> Tensor:
         """(N * output patches, taps * C): what each tap of each output patch reads."""
         lead, moved = x.shape[0], x.movedim(1, -1)
+        tail = prod(x.shape[1:])
         for table, size in zip(tables, self.in_grid.coarse_shape[2:], strict=True):
-            moved = table @ moved.reshape(lead, size, -1)
+            tail //= size
+            moved = table @ moved.reshape(lead, size, tail)
             lead *= len(table)
         split = [n for c in self.counts for n in (c.shape[1], c.shape[0])]
         axes = len(tables)
         order = [0, *range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2), 2 * axes + 1]
         taken = moved.reshape(x.shape[0], *split, x.shape[1]).permute(order)
-        return taken.reshape(x.shape[0] * prod(self.out_grid.coarse_shape[2:]), -1)
+        return taken.reshape(x.shape[0] * prod(self.out_grid.coarse_shape[2:]), self.geometry.taps * x.shape[1])
 
     def _spread(self, products: Tensor, tables: list[Tensor]) -> Tensor:
         """The transpose of ``_gather``: back to (N, C, input patches)."""

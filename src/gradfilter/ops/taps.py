@@ -71,8 +71,9 @@ def work_axis(axis: ConvAxis, patch: int, in_patch: int) -> WorkAxis:
     for side in range(patch, 1, -1):
         if patch % side == 0 and in_patch % (side * axis.stride) == 0 and _is_uniform(axis, side):
             return _uniform(axis, side)
-    if axis.pad != axis.pad_end and axis.stride == 1:
-        return _uniform(axis, 1)
+    if (axis.size_in + 2 * axis.pad - axis.dilation * (axis.kernel - 1) - 1) // axis.stride + 1 != axis.size_out:
+        landings = [[axis.offset(k)] for k in range(axis.kernel)]
+        return _padded_alike(landings, axis.size_in, axis.size_out, 1, 1, axis.stride)
     shares = torch.eye(axis.kernel, dtype=torch.float64)
     return WorkAxis(1, 1, shares, axis.stride, axis.pad, axis.dilation)
 
@@ -86,20 +87,26 @@ def _uniform(axis: ConvAxis, side: int) -> WorkAxis:
     landings = [
         [(axis.stride * j + axis.offset(k)) // in_side for j in range(side)] for k in range(axis.kernel)
     ]
+    return _padded_alike(landings, axis.size_in // in_side, axis.size_out // side, side, in_side, 1)
+
+
+def _padded_alike(
+    landings: list[list[int]], size_in: int, size_out: int, side: int, in_side: int, stride: int
+) -> WorkAxis:
+    """The kernel whose taps land as listed, with empty columns so that torch, which pads both ends alike,
+    makes the right number of outputs."""
     first = min(0, min(map(min, landings)))
     last = max(0, max(map(max, landings)))
     left, columns = -first, last - first + 1
-    patches_out = axis.size_out // side
-    made = axis.size_in // in_side + 2 * left - columns + 1
-    # torch pads both ends alike: empty columns make the number of output patches come out right
-    extra_left = max(0, patches_out - made)
-    columns += extra_left + max(0, made - patches_out)
+    made = (size_in + 2 * left - columns) // stride + 1
+    extra_left = stride * max(0, size_out - made)
+    columns += extra_left + stride * max(0, made - size_out)
     left += extra_left
-    shares = torch.zeros(axis.kernel, columns, dtype=torch.float64)
+    shares = torch.zeros(len(landings), columns, dtype=torch.float64)
     for k, row in enumerate(landings):
         for a in row:
-            shares[k, a + left] += 1 / side
-    return WorkAxis(side, in_side, shares, padding=left)
+            shares[k, a + left] += 1 / len(row)
+    return WorkAxis(side, in_side, shares, stride=stride, padding=left)
 
 
 def tap_matrix(axes: tuple[WorkAxis, ...]) -> Tensor | None:
