@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
-from .grid import Grid, per_axis
+from .grid import Grid
 
 __all__ = ["ConvAxis", "ConvGeometry"]
 
@@ -60,16 +61,21 @@ class ConvGeometry:
     def spatial(self) -> int:
         return len(self.axes)
 
-    def output_grid(self, patch: int | Sequence[int]) -> Grid:
-        return Grid.of(self.y_shape, (1, 1, *per_axis(patch, self.spatial)))
+    def output_grid(self, patch: tuple[int, ...]) -> Grid:
+        return Grid.of(self.y_shape, (1, 1, *patch))
 
-    def input_grid(self, patch: int | Sequence[int]) -> Grid:
+    def input_grid(self, patch: tuple[int, ...]) -> Grid:
         """The patches of the input that belong to output patches of side ``patch``."""
-        sides = [
+        sides = (
             max(1, p // axis.stride) if self.transposed else p * axis.stride
-            for p, axis in zip(per_axis(patch, self.spatial), self.axes, strict=True)
-        ]
+            for p, axis in zip(patch, self.axes, strict=True)
+        )
         return Grid.of(self.x_shape, (1, 1, *sides))
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What was worked out from this geometry before, by whoever did."""
+        return {}
 
     @classmethod
     def pointwise(cls, x_shape: Sequence[int], channels_out: int) -> ConvGeometry:

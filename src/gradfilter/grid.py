@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import gcd, prod
+from functools import cached_property, lru_cache
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ __all__ = [
     "expand",
     "overlap_matrix",
     "per_axis",
-    "pixel_total",
     "pixels",
     "pool",
     "regrid",
@@ -31,7 +30,7 @@ __all__ = [
 Patches = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Grid:
     """The patches of one tensor: its full shape and a patch size per dimension.
 
@@ -42,30 +41,31 @@ class Grid:
     shape: tuple[int, ...]
     patches: Patches
 
-    @classmethod
-    def of(cls, shape: Sequence[int], patches: Sequence[int]) -> Grid:
+    @staticmethod
+    @lru_cache(maxsize=4096)  # the same few grids are asked for at every step
+    def of(shape: tuple[int, ...], patches: Patches) -> Grid:
         """Cut ``shape`` into patches, none larger than its dimension."""
-        return cls(tuple(shape), tuple(max(1, min(p, n)) for p, n in zip(patches, shape, strict=True)))
+        return Grid(shape, tuple(max(1, min(p, n)) for p, n in zip(patches, shape, strict=True)))
 
-    @classmethod
-    def dense(cls, shape: Sequence[int]) -> Grid:
+    @staticmethod
+    def dense(shape: tuple[int, ...]) -> Grid:
         """The grid whose patches are single pixels."""
-        return cls(tuple(shape), (1,) * len(shape))
+        return Grid.of(shape, (1,) * len(shape))
 
-    @property
+    @cached_property
     def coarse_shape(self) -> tuple[int, ...]:
         return tuple(-(-n // p) for n, p in zip(self.shape, self.patches, strict=True))
 
-    @property
+    @cached_property
     def pooled(self) -> tuple[int, ...]:
         """The dimensions whose patches are larger than one pixel."""
         return tuple(d for d, p in enumerate(self.patches) if p > 1)
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         return max(self.patches, default=1) == 1
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether every patch has the same number of pixels."""
         return all(n % p == 0 for n, p in zip(self.shape, self.patches, strict=True))
@@ -75,6 +75,8 @@ class Grid:
 
     def common(self, other: Grid) -> Grid:
         """The coarsest grid that both refine to."""
+        if self.patches == other.patches:
+            return self
         return Grid(self.shape, tuple(gcd(a, b) for a, b in zip(self.patches, other.patches, strict=True)))
 
 
@@ -125,15 +127,30 @@ def expand(values: Tensor, grid: Grid) -> Tensor:
 
 def _repeat(values: Tensor, factors: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Repeat every entry ``factors[d]`` times along each dimension, then crop to ``sizes``."""
-    order = sorted(range(values.dim()), key=values.stride, reverse=True)  # keeps the memory layout
-    moved = values.permute(order)
-    shape = [(moved.shape[i], factors[d]) for i, d in enumerate(order)]
-    wide = moved.reshape([n for count, _ in shape for n in (count, 1)]).expand([n for pair in shape for n in pair])
-    wide = wide.reshape([count * factor for count, factor in shape])
-    for i, d in enumerate(order):
-        if wide.shape[i] != sizes[d]:
-            wide = wide.narrow(i, 0, sizes[d])
-    return wide.permute([order.index(d) for d in range(values.dim())])
+    if values.dim() == 4 and values.stride(1) == 1 and factors[0] == factors[1] == 1:
+        n, c, h, w = values.shape  # channels-last: both axes in one pass
+        index = _pixel_owners((h, w), tuple(factors[2:]), tuple(sizes[2:]), values.device)
+        taken = values.permute(0, 2, 3, 1).reshape(n, h * w, c).index_select(1, index)
+        return taken.view(n, *sizes[2:], c).permute(0, 3, 1, 2)
+    for d, factor in enumerate(factors):
+        if factor > 1:
+            values = values.index_select(d, _owners(sizes[d], factor, values.device))
+    return values
+
+
+@lru_cache(maxsize=1024)
+def _pixel_owners(
+    patches: tuple[int, int], factors: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """The patch, counted row by row, that each pixel of a map belongs to."""
+    rows, columns = (_owners(size, factor, device) for size, factor in zip(sizes, factors, strict=True))
+    return (rows[:, None] * patches[1] + columns).flatten()
+
+
+@lru_cache(maxsize=1024)
+def _owners(size: int, patch: int, device: torch.device) -> Tensor:
+    """The patch that each pixel belongs to."""
+    return torch.arange(size, device=device) // patch
 
 
 def regrid(values: Tensor, source: Grid, target: Grid) -> Tensor:
@@ -190,11 +207,6 @@ def overlap_matrix(size: int, rows: int, columns: int) -> Tensor:
     pixel = torch.arange(size)
     matrix.index_put_((pixel // rows, pixel // columns), torch.ones(size, dtype=torch.float64), accumulate=True)
     return matrix
-
-
-def pixel_total(grid: Grid) -> int:
-    """The pixels of a full patch."""
-    return prod(grid.patches)
 
 
 def pixels(grid: Grid, like: Tensor) -> Tensor | float:

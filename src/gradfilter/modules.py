@@ -5,6 +5,7 @@ Only a module's class changes: its parameters, buffers, hooks and state-dict key
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from .geometry import ConvAxis, ConvGeometry
 from .grid import per_axis
 from .methods import Exact, Method
-from .ops.layer import run_layer
+from .ops.activation import Gate, SlopeKind
+from .ops.layer import NOBODY, Call, Followers, run_layer
 from .region import region
 
 __all__ = ["CONVOLUTIONS", "LAYERS", "NORMS", "geometry_of", "region_class"]
@@ -53,16 +55,85 @@ class RegionLayer(RegionModule):
 
     def _run(self, x: Tensor, *args: Any) -> Any:
         weight: Tensor = self.weight  # type: ignore[attr-defined]
+        followers = self.__dict__.pop("gradfilter_followers", NOBODY)
         if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad) or args:
             return super(RegionModule, self).forward(x, *args)  # type: ignore[misc]
-        return _run_layer(self, x, self.gradfilter_method)  # type: ignore[arg-type]
+        return _run_layer(self, x, self.gradfilter_method, followers)  # type: ignore[arg-type]
 
 
-class FixedNorm(RegionModule):
+class RegionFollower(RegionModule):
+    """A norm or activation that the layer before it may have run already."""
+
+    def _run(self, x: Tensor) -> Any:
+        if self in getattr(x.grad_fn, "absorbed", ()):
+            return x
+        return super()._run(x)
+
+
+class FixedNorm(RegionFollower):
     """A batch norm whose statistics stay as they are, whatever mode the model is put in."""
 
     def train(self, mode: bool = True) -> Any:
         return super().train(False)  # type: ignore[misc]
+
+
+class RegionSequential(RegionModule):
+    """A plain ``nn.Sequential``: what follows a layer in it reads that layer alone, so both run as one node."""
+
+    def _run(self, x: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super()._run(x)
+        children = list(self.children())  # type: ignore[attr-defined]
+        with region():
+            for i, module in enumerate(children):
+                if isinstance(module, RegionLayer):
+                    module.__dict__["gradfilter_followers"] = _followers(children[i + 1 : i + 3])
+                x = module(x)
+        return x
+
+
+def _followers(modules: list[nn.Module]) -> Followers:
+    norm = modules.pop(0) if modules and _is_constant_norm(modules[0]) else None
+    run_norm = None if norm is None else _own_forward(norm)
+    kind = _slope_kind(modules[0]) if modules else None
+    if kind is None:
+        return Followers(norm, run_norm)
+    return Followers(norm, run_norm, modules[0], _own_forward(modules[0]), kind)
+
+
+def _own_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    base: type[nn.Module] = module.gradfilter_base  # type: ignore[assignment]
+    return partial(base.forward, module)
+
+
+def _is_constant_norm(module: nn.Module) -> bool:
+    """A batch norm that is the same scale and shift at every step."""
+    return (
+        isinstance(module, FixedNorm)
+        and module.running_var is not None
+        and not module.training
+        and not any(p.requires_grad for p in module.parameters(recurse=False))
+    )
+
+
+def _slope_kind(module: nn.Module) -> SlopeKind | None:
+    if not isinstance(module, RegionFollower) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+        return Gate(module.min_val, module.max_val)
+    if isinstance(module, nn.LeakyReLU):
+        return Gate(shut=module.negative_slope) if module.negative_slope >= 0 else None
+    return Gate() if isinstance(module, nn.ReLU) else None
+
+
+GATES = (nn.ReLU, nn.Hardtanh, nn.LeakyReLU)
+
+
+def role_of(module: nn.Module) -> type[RegionModule]:
+    """The role of a module that is neither a layer with a method nor a batch norm to be fixed."""
+    if isinstance(module, GATES) or isinstance(module, NORMS):
+        return RegionFollower
+    return RegionSequential if type(module).forward is nn.Sequential.forward else RegionModule
 
 
 @lru_cache(maxsize=None)
@@ -77,18 +148,19 @@ def _rebuild(base: type[nn.Module], role: type[RegionModule]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _run_layer(module: nn.Module, x: Tensor, method: Method) -> Tensor:
+def _run_layer(module: nn.Module, x: Tensor, method: Method, followers: Followers) -> Tensor:
     if isinstance(module, nn.Linear):
         return _run_linear(module, x, method)
     spatial = len(module.kernel_size)
     if x.dim() == spatial + 1:
-        return _run_layer(module, x.unsqueeze(0), method).squeeze(0)
+        return _run_layer(module, x.unsqueeze(0), method, NOBODY).squeeze(0)
     if not module.transposed and module.padding_mode != "zeros":
         with region():
             x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
     geometry = geometry_of(module, tuple(x.shape))
     method = Exact() if method.refuses(geometry) else method
-    return run_layer(x, module.weight, module.bias, _forward_of(module), geometry, method, 1)
+    call = Call(_forward_of(module), geometry, method, followers=followers)
+    return run_layer(x, module.weight, module.bias, call)
 
 
 def _run_linear(module: nn.Linear, x: Tensor, method: Method) -> Tensor:
@@ -100,7 +172,7 @@ def _run_linear(module: nn.Linear, x: Tensor, method: Method) -> Tensor:
     geometry = ConvGeometry.pointwise((x.shape[0], x.shape[-1], *x.shape[1:-1]), module.out_features)
     if method.refuses(geometry):
         return F.linear(x, module.weight, module.bias)
-    return run_layer(x, module.weight, module.bias, F.linear, geometry, method, x.dim() - 1)
+    return run_layer(x, module.weight, module.bias, Call(F.linear, geometry, method, x.dim() - 1))
 
 
 _FUNCTIONS = {

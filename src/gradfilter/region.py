@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .grid import per_axis
-from .ops.activation import Gate, gated, prelu, smooth
+from .ops.activation import Gate, Slope, activate, prelu
 from .ops.max_pool import PoolWindow, max_pool
 from .ops.norm import batch_norm, group_norm, layer_norm
 from .ops.product import dropout, multiply
@@ -68,25 +68,23 @@ def _gate(gate: Gate, inplace: bool = False) -> Handler:
 
     def handle(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         in_place = inplace or kwargs.get("inplace", False) or (bool(args) and args[-1] is True)
-        return gated(x, lambda t: func(t, *args, **kwargs), gate, in_place)
+        return activate(x, lambda t: func(t, *args, **kwargs), gate, in_place)
 
     return handle
 
 
 def _hardtanh(func: Any, x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
-    return gated(x, lambda t: func(t, min_val, max_val, inplace), Gate(min_val, max_val), inplace)
+    return activate(x, lambda t: func(t, min_val, max_val, inplace), Gate(min_val, max_val), inplace)
 
 
 def _leaky_relu(func: Any, x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-    if negative_slope <= 0:  # the sign of the output no longer tells that of the input
-        return func(x, negative_slope, inplace)  # type: ignore[no-any-return]
-    return gated(x, lambda t: func(t, negative_slope, inplace), Gate(shut=negative_slope), inplace)
+    return activate(x, lambda t: func(t, negative_slope, inplace), Gate(shut=negative_slope), inplace)
 
 
 def _smooth(slope: Callable[[Tensor, Tensor], Tensor]) -> Handler:
     def handle(func: Any, x: Tensor, inplace: bool = False) -> Tensor:
         run = (lambda t: func(t, inplace=True)) if inplace else func
-        return smooth(x, run, slope, inplace)
+        return activate(x, run, Slope(slope), inplace)
 
     return handle
 
@@ -96,7 +94,7 @@ def _gelu(func: Any, x: Tensor, *, approximate: str = "none") -> Tensor:
         result: Tensor = aten.gelu_backward(one, t, approximate=approximate)
         return result
 
-    return smooth(x, lambda t: func(t, approximate=approximate), slope, False)
+    return activate(x, lambda t: func(t, approximate=approximate), Slope(slope), False)
 
 
 def _elu(func: Any, x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
@@ -104,7 +102,7 @@ def _elu(func: Any, x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Ten
         result: Tensor = aten.elu_backward(one, alpha, 1.0, 1.0, False, t)
         return result
 
-    return smooth(x, lambda t: func(t, alpha, inplace), slope, inplace)
+    return activate(x, lambda t: func(t, alpha, inplace), Slope(slope), inplace)
 
 
 def _sigmoid_slope(one: Tensor, x: Tensor) -> Tensor:

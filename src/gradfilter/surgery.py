@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .errors import PlanError, nearest
 from .methods import Exact, Method
-from .modules import LAYERS, NORMS, FixedNorm, RegionLayer, RegionModule, geometry_of, region_class
+from .modules import LAYERS, NORMS, FixedNorm, RegionLayer, RegionModule, geometry_of, region_class, role_of
 from .plans import LayerPlan, NormPolicy, Plan
 from .selection import Layer, Layers, layers_of, select
 
@@ -110,7 +110,7 @@ def _change(module: nn.Module, method: Method | None, fixed: bool, trained: set[
     module.__dict__[_RECORD] = record
     for parameter in own.values():
         parameter.requires_grad_(id(parameter) in trained)
-    role = RegionLayer if method else FixedNorm if fixed else RegionModule
+    role = RegionLayer if method else FixedNorm if fixed else role_of(module)
     if method:
         module.__dict__["gradfilter_method"] = method
     module.__class__ = region_class(type(module), role)
@@ -153,7 +153,8 @@ def restore_(model: Model) -> Model:
         if not isinstance(module, RegionModule):
             continue
         record: dict[str, Any] = module.__dict__.pop(_RECORD)
-        module.__dict__.pop("gradfilter_method", None)
+        for leftover in ("gradfilter_method", "gradfilter_scale", "gradfilter_followers"):
+            module.__dict__.pop(leftover, None)
         module.__class__ = module.gradfilter_base
         if isinstance(module, NORMS):
             module.training = record["training"]

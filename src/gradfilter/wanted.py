@@ -23,9 +23,10 @@ Patches = tuple[int, ...]
 def wanted_grid(x: Tensor) -> Grid:
     """The grid on which the gradient of ``x`` is wanted; dense where its origin is unknown."""
     patches = _patches(x.grad_fn) if x.grad_fn is not None else None
-    if patches is None or len(patches) != x.dim():
-        return Grid.dense(x.shape)
-    return Grid.of(x.shape, patches)
+    shape = tuple(x.shape)
+    if patches is None or len(patches) != len(shape):
+        return Grid.dense(shape)
+    return Grid.of(shape, patches)
 
 
 def _patches(node: Any) -> Patches | None:

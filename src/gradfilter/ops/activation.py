@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,25 @@ from ..coarse import CoarseGradient, densify, onto
 from ..grid import Grid, pixels, pool
 from ..wanted import wanted_grid
 from .bits import pack, unpack
-from .layer import first_derivative_only
+from .refusal import first_derivative_only
 
-__all__ = ["Gate", "gated", "prelu", "smooth"]
+__all__ = ["Gate", "Slope", "SlopeKind", "activate", "prelu"]
+
+
+class SlopeKind(Protocol):
+    """How the slope of an activation is kept and applied."""
+
+    def fits(self, grid: Grid) -> bool:
+        """Whether it has a cheaper way than torch's on this grid."""
+
+    def before(self, x: Tensor, grid: Grid) -> Tensor | None:
+        """What is kept of the input."""
+
+    def after(self, y: Tensor, grid: Grid) -> Tensor | None:
+        """What is kept of the output."""
+
+    def times(self, values: Tensor, kept: Tensor, grid: Grid) -> Tensor:
+        """The gradient on the grid, times the slope."""
 
 
 class Gate(NamedTuple):
@@ -30,29 +46,64 @@ class Gate(NamedTuple):
     high: float = float("inf")
     shut: float = 0.0
 
-    def open(self, y: Tensor) -> Tensor:
-        above = y > self.low
-        return above if self.high == float("inf") else above & (y < self.high)
+    def fits(self, grid: Grid) -> bool:
+        return self.shut >= 0  # else the sign of the output does not tell that of the input
+
+    def before(self, x: Tensor, grid: Grid) -> None:
+        return None
+
+    def after(self, y: Tensor, grid: Grid) -> Tensor:
+        is_open = y > self.low
+        if self.high != float("inf"):
+            is_open &= y < self.high
+        return pack(is_open) if grid.is_dense else _count(is_open, grid)
+
+    def times(self, values: Tensor, kept: Tensor, grid: Grid) -> Tensor:
+        if grid.is_dense:
+            share = unpack(kept, values).to(values.dtype)
+        else:
+            share = kept.to(values.dtype) / pixels(grid, values)
+        return values * share if self.shut == 0 else values * (share * (1 - self.shut) + self.shut)
 
 
-def gated(x: Tensor, function: Callable[[Tensor], Tensor], gate: Gate, inplace: bool) -> Tensor:
-    """A gate activation; ``function`` computes it, in place or not."""
-    result: Tensor = _Gated.apply(x, function, gate, inplace, wanted_grid(x))
+class Slope(NamedTuple):
+    """A smooth activation; ``derivative(one, x)`` is its slope. On the dense grid torch's own is as good."""
+
+    derivative: Callable[[Tensor, Tensor], Tensor]
+
+    def fits(self, grid: Grid) -> bool:
+        return not grid.is_dense
+
+    def before(self, x: Tensor, grid: Grid) -> Tensor:
+        return pool(self.derivative(x.new_ones(1).expand(x.shape), x), grid)
+
+    def after(self, y: Tensor, grid: Grid) -> None:
+        return None
+
+    def times(self, values: Tensor, kept: Tensor, grid: Grid) -> Tensor:
+        return values * kept
+
+
+def activate(x: Tensor, function: Callable[[Tensor], Tensor], kind: SlopeKind, inplace: bool) -> Tensor:
+    """Run ``function``, which works in place or not as ``inplace`` says, and keep its slope."""
+    grid = wanted_grid(x)
+    if not kind.fits(grid):
+        return function(x)
+    result: Tensor = _Activation.apply(x, function, kind, inplace, grid)
     return result
 
 
-class _Gated(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], gate: Gate, inplace: bool, grid: Grid
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], kind: SlopeKind, inplace: bool, grid: Grid
     ) -> Tensor:
+        kept = kind.before(x, grid)
         y = function(x)
         if inplace:
             ctx.mark_dirty(x)
-        is_open = gate.open(y)
-        ctx.save_for_backward(pack(is_open) if grid.is_dense else _open_count(is_open, grid))
-        ctx.gate, ctx.grid, ctx.wanted = gate, grid, grid.patches
-        ctx.strides = is_open.stride()
+        ctx.save_for_backward(kind.after(y, grid) if kept is None else kept)
+        ctx.kind, ctx.grid, ctx.wanted = kind, grid, grid.patches
         return y
 
     @staticmethod
@@ -60,61 +111,16 @@ class _Gated(torch.autograd.Function):
         first_derivative_only()
         (kept,) = ctx.saved_tensors
         if ctx.grid.is_dense:
-            grad = densify(grad)
-            is_open = unpack(kept, ctx.grid.shape, ctx.strides)
-            return _two_slopes(grad, is_open.to(grad.dtype), ctx.gate.shut), None, None, None, None
-        values = onto(grad, ctx.grid)
-        share = kept.to(values.dtype) / pixels(ctx.grid, values)
-        return CoarseGradient(_two_slopes(values, share, ctx.gate.shut), ctx.grid), None, None, None, None
+            return ctx.kind.times(densify(grad), kept, ctx.grid), None, None, None, None
+        values = ctx.kind.times(onto(grad, ctx.grid), kept, ctx.grid)
+        return CoarseGradient(values, ctx.grid), None, None, None, None
 
 
-def _open_count(is_open: Tensor, grid: Grid) -> Tensor:
+def _count(is_open: Tensor, grid: Grid) -> Tensor:
     """How many pixels of each patch are open, in the smallest integer that holds a full patch."""
     share = pool(is_open.to(torch.float32), grid)
     count = share.mul_(pixels(grid, share)).round_()
     return count.to(torch.uint8 if prod(grid.patches) < 256 else torch.int32)
-
-
-def _two_slopes(values: Tensor, share: Tensor, shut: float) -> Tensor:
-    return values * share if shut == 0 else values * (share * (1 - shut) + shut)
-
-
-def smooth(
-    x: Tensor,
-    function: Callable[[Tensor], Tensor],
-    slope: Callable[[Tensor, Tensor], Tensor],
-    inplace: bool,
-) -> Tensor:
-    """A smooth activation; ``slope(one, x)`` is its derivative. On the dense grid torch's own is as good."""
-    grid = wanted_grid(x)
-    if grid.is_dense:
-        return function(x)
-    result: Tensor = _Smooth.apply(x, function, slope, inplace, grid)
-    return result
-
-
-class _Smooth(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        function: Callable[[Tensor], Tensor],
-        slope: Callable[[Tensor, Tensor], Tensor],
-        inplace: bool,
-        grid: Grid,
-    ) -> Tensor:
-        one = x.new_ones(1).expand(x.shape)
-        ctx.save_for_backward(pool(slope(one, x), grid))
-        ctx.grid, ctx.wanted = grid, grid.patches
-        if inplace:
-            ctx.mark_dirty(x)
-        return function(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        first_derivative_only()
-        values = onto(grad, ctx.grid) * ctx.saved_tensors[0]
-        return CoarseGradient(values, ctx.grid), None, None, None, None
 
 
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
@@ -129,7 +135,7 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
 class _PReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, grid: Grid) -> Tensor:
-        kept = [weight, _open_count(x > 0, grid)]
+        kept = [weight, _count(x > 0, grid)]
         if ctx.needs_input_grad[1]:
             kept.append(pool(x.clamp(max=0), grid))
         ctx.save_for_backward(*kept)

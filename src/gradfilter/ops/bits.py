@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,12 +9,14 @@ __all__ = ["pack", "unpack"]
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Eight values to the byte, in memory order: bit k of the bytes holds the k-th eighth of the values.
+    """Eight values to the byte: bit k of the bytes holds the k-th eighth of the values.
+
+    Channels-last masks are packed in that order, and ``unpack`` gives them back in it.
 
     >>> pack(torch.tensor([True, False, True]))
     tensor([5], dtype=torch.uint8)
     """
-    flat = torch.as_strided(mask, (mask.numel(),), (1,)).view(torch.uint8)
+    flat = _flat(mask).view(torch.uint8)
     plane = -(-len(flat) // 8)
     packed = flat[:plane].clone()
     for bit in range(1, 8):
@@ -25,7 +25,14 @@ def pack(mask: Tensor) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """The mask again, as bytes of 0 and 1."""
-    flat = torch.cat([(packed >> bit) & 1 for bit in range(8)])
-    return flat.as_strided(tuple(shape), tuple(strides))
+def unpack(packed: Tensor, like: Tensor) -> Tensor:
+    """The mask again, as bytes of 0 and 1 in the shape of ``like``."""
+    flat = torch.cat([(packed >> bit) & 1 for bit in range(8)])[: like.numel()]
+    if like.dim() < 3:
+        return flat.view(like.shape)
+    return flat.view(like.shape[0], *like.shape[2:], like.shape[1]).movedim(-1, 1)
+
+
+def _flat(mask: Tensor) -> Tensor:
+    """Values in channels-last order, whatever the layout in memory."""
+    return mask.reshape(-1) if mask.dim() < 3 else mask.movedim(1, -1).reshape(-1)

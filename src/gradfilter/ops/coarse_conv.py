@@ -8,6 +8,7 @@ and many channels. ``collapse`` counts every tap as the patch itself, so the ker
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
@@ -42,8 +43,14 @@ def coarse_macs(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> in
     return _strategy(geometry, patch, taps).macs
 
 
-@lru_cache(maxsize=4096)
-def _strategy(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> Collapsed | Convolved | Gathered:
+def _strategy(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> Strategy:
+    known: Strategy | None = geometry.memo.get((patch, taps))
+    if known is None:
+        known = geometry.memo[patch, taps] = _choose(geometry, patch, taps)
+    return known
+
+
+def _choose(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> Strategy:
     one_tap = all(axis.is_pointwise for axis in geometry.axes) and not geometry.transposed
     if taps == "collapse" or one_tap:
         return Collapsed(geometry, patch)
@@ -57,6 +64,8 @@ def _strategy(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> Coll
 
 def rows(maps: Tensor) -> Tensor:
     """(N, C, spatial...) as the matrix (N * spatial, C); a view where maps are channels-last."""
+    if maps.dim() == 4:
+        return maps.permute(0, 2, 3, 1).reshape(-1, maps.shape[1])
     return maps.movedim(1, -1).reshape(-1, maps.shape[1])
 
 
@@ -74,6 +83,7 @@ class Collapsed:
         self.patch = patch
         self.aligned = self.out_grid.coarse_shape[2:] == self.in_grid.coarse_shape[2:] and not geometry.transposed
         self.even = self.aligned and self.out_grid.is_even and self.in_grid.is_even
+        self.total = float(prod(self.out_grid.patches)) if self.even else 1.0
         self.same_pixels = self.aligned and all(
             a.size_in == a.size_out and a.stride == 1 for a in geometry.axes
         )
@@ -81,14 +91,49 @@ class Collapsed:
         self.macs = self.in_grid.coarse_shape[0] * prod(self.in_grid.coarse_shape[2:]) * channels
 
     def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, want: Want) -> Gradients:
-        sums, total = self._sums(grad), 1.0
-        if self.even:
-            sums, total = grad, float(prod(self.out_grid.patches))
-        x_grad = self._x_gradient(grad, sums, weight) if want.x else None
+        if self.geometry.groups == 1:
+            return self._dense_backward(grad, x, weight, want)
+        sums = self._sums(grad)
+        x_grad = self._per_pixel(self._times_kernel(self._weighed(grad, sums), weight)) if want.x else None
         weight_grad = None
         if want.weight and x is not None:
-            weight_grad = self._weight_gradient(sums, x, weight, total)
+            weight_grad = _every_tap(self._grouped_weight(sums, x, weight), weight)
         return Gradients(x_grad, weight_grad)
+
+    def _dense_backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, want: Want) -> Gradients:
+        """Matrix products over all patches at once."""
+        sums = self._sums(grad)
+        flat = rows(sums)
+        x_grad = weight_grad = None
+        if want.x:
+            matrix = self._summed_kernel(weight)
+            product = (rows(grad) if self.same_pixels and sums is not grad else flat) @ matrix
+            shape = self.in_grid.coarse_shape
+            x_grad = product.view(shape[0], *shape[2:], shape[1])
+            x_grad = self._per_pixel(x_grad.permute(0, 3, 1, 2) if x_grad.dim() == 4 else x_grad.movedim(-1, 1))
+        if want.weight and x is not None:
+            out, into = (rows(x), flat) if self.geometry.transposed else (flat, rows(x))
+            weight_grad = _every_tap(_scaled_product(out.t(), into, self.total), weight)
+        return Gradients(x_grad, weight_grad)
+
+    def _summed_kernel(self, weight: Tensor) -> Tensor:
+        """(O, I), summed over taps, the way round that maps gradients of y to those of x."""
+        if self.geometry.taps == 1:
+            summed = weight.view(weight.shape[:2])
+        else:
+            summed = kernel_rows(weight).sum(1)
+        return summed.t() if self.geometry.transposed else summed
+
+    def _weighed(self, grad: Tensor, sums: Tensor) -> Tensor:
+        """What the kernel is applied to: sums over patches, or means where both maps have the same patches."""
+        return grad if self.same_pixels else sums
+
+    def _per_pixel(self, x_grad: Tensor) -> Tensor:
+        if self.same_pixels:
+            return x_grad
+        if self.even:
+            return x_grad * (prod(self.out_grid.patches) / prod(self.in_grid.patches))
+        return x_grad / pixels(self.in_grid, x_grad)
 
     def _sums(self, grad: Tensor) -> Tensor:
         """The sum of the gradient over the output patches that belong to each input patch."""
@@ -110,51 +155,37 @@ class Collapsed:
             sums = apply_along(sums, matrix, d)
         return sums
 
-    def _x_gradient(self, grad: Tensor, sums: Tensor, weight: Tensor) -> Tensor:
-        if self.same_pixels:
-            return self._times_kernel(grad, weight)
-        x_grad = self._times_kernel(sums, weight)
-        if self.even:
-            return x_grad * (prod(self.out_grid.patches) / prod(self.in_grid.patches))
-        return x_grad / pixels(self.in_grid, x_grad)
-
     def _times_kernel(self, grad: Tensor, weight: Tensor) -> Tensor:
         geometry = self.geometry
-        kernel = kernel_rows(weight)
-        summed = kernel.squeeze(1) if kernel.shape[1] == 1 else kernel.sum(1)
-        if geometry.groups == 1:
-            matrix = summed.t() if geometry.transposed else summed
-            product = rows(grad) @ matrix
-            return product.view(grad.shape[0], *grad.shape[2:], matrix.shape[1]).movedim(-1, 1)
-        ones = [1] * geometry.spatial
-        kernel = summed.view(*summed.shape, *ones)
+        ones, zeros = [1] * geometry.spatial, [0] * geometry.spatial
+        summed = kernel_rows(weight).sum(1)
         if _is_depthwise(geometry):
-            return grad * kernel.transpose(0, 1)
-        zeros = [0] * geometry.spatial
-        if geometry.transposed:
-            return torch.convolution(grad, kernel, None, ones, zeros, ones, False, zeros, geometry.groups)
-        return torch.convolution(grad, kernel, None, ones, zeros, ones, True, zeros, geometry.groups)
+            return grad * summed.view(1, -1, *ones)
+        kernel = summed.view(*summed.shape, *ones)
+        return torch.convolution(
+            grad, kernel, None, ones, zeros, ones, not geometry.transposed, zeros, geometry.groups
+        )
 
-    def _weight_gradient(self, sums: Tensor, x: Tensor, weight: Tensor, total: float) -> Tensor:
+    def _grouped_weight(self, sums: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         geometry = self.geometry
+        if _is_depthwise(geometry):
+            return (rows(sums) * rows(x)).sum(0).unsqueeze(1).mul_(self.total)
         out, into = (x, sums) if geometry.transposed else (sums, x)
-        if geometry.groups == 1:
-            flat = _scaled_product(rows(out).t(), rows(into), total)
-        elif _is_depthwise(geometry):
-            flat = (rows(out) * rows(into)).sum(0).unsqueeze(1).mul_(total)
-        else:
-            ones, zeros = [1] * geometry.spatial, [0] * geometry.spatial
-            like = weight.new_empty(*weight.shape[:2], *ones)
-            mask = [False, True, False]
-            args = (None, ones, zeros, ones, False, zeros, geometry.groups, mask)
-            flat = aten.convolution_backward(out, into, like, *args)[1].flatten(1).mul_(total)
-        return _every_tap(flat, weight)
+        ones, zeros = [1] * geometry.spatial, [0] * geometry.spatial
+        like = weight.new_empty(*weight.shape[:2], *ones)
+        arguments = (None, ones, zeros, ones, False, zeros, geometry.groups, [False, True, False])
+        return aten.convolution_backward(out, into, like, *arguments)[1].flatten(1).mul_(self.total)
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     if scale == 1:
         return a @ b
-    return torch.addmm(a.new_zeros(1, 1).expand(len(a), b.shape[1]), a, b, beta=0, alpha=scale)
+    return torch.addmm(_nothing(a.dtype, a.device), a, b, beta=0, alpha=scale)  # scaling costs no pass
+
+
+@lru_cache(maxsize=64)
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=dtype, device=device)
 
 
 def _every_tap(flat: Tensor, weight: Tensor) -> Tensor:
@@ -250,20 +281,18 @@ class Convolved:
             return x_grad
         steps = [r // w for r, w in zip(self.in_grid.patches, self.work_in.patches, strict=True)]
         if all(r % w == 0 for r, w in zip(self.in_grid.patches, self.work_in.patches, strict=True)):
-            return pool(x_grad, Grid.of(x_grad.shape, steps))
+            return pool(x_grad, Grid.of(tuple(x_grad.shape), tuple(steps)))
         return regrid(x_grad, self.work_in, self.in_grid)
 
     def _coarse_kernel(self, weight: Tensor) -> Tensor:
         if self.matrix is None:
             return weight
-        kernel = self._matrix_for(weight)[0] @ kernel_rows(weight)
-        return kernel.view(len(weight), *self.columns, -1).movedim(-1, 1)
+        return _mix_taps(weight, self._matrix_for(weight)[0], self.columns)
 
     def _fine_kernel(self, kernel_grad: Tensor, weight: Tensor) -> Tensor:
         if self.matrix is None:
             return kernel_grad if self.pixels_out == 1 else kernel_grad * self.pixels_out
-        fine = self._matrix_for(weight)[1] @ kernel_rows(kernel_grad)
-        return fine.view(len(weight), *weight.shape[2:], -1).movedim(-1, 1)
+        return _mix_taps(kernel_grad, self._matrix_for(weight)[1], weight.shape[2:])
 
     def _matrix_for(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Taps to coarse kernel, and back times the pixels of an output patch."""
@@ -272,6 +301,13 @@ class Convolved:
             matrix = self.matrix.to(dtype=like.dtype, device=like.device)
             self._matrices[key] = (matrix.t().contiguous(), matrix * self.pixels_out)
         return self._matrices[key]
+
+
+def _mix_taps(kernel: Tensor, matrix: Tensor, taps: Sequence[int]) -> Tensor:
+    """Multiply the taps of a kernel by a (new x old) matrix."""
+    if kernel.shape[1] == 1:
+        return (kernel.reshape(len(kernel), -1) @ matrix.t()).view(len(kernel), 1, *taps)
+    return (matrix @ kernel_rows(kernel)).view(len(kernel), *taps, kernel.shape[1]).movedim(-1, 1)
 
 
 class Gathered:
@@ -339,3 +375,6 @@ class Gathered:
                 for c in self.counts
             ]
         return self._tables[key]
+
+
+Strategy = Collapsed | Convolved | Gathered

@@ -1,105 +1,137 @@
-"""Convolutions and linear layers whose backward is left to a method."""
+"""Convolutions and linear layers whose backward is left to a method, with what directly follows them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch import Tensor, nn
 
-from ..coarse import CoarseGradient, densify
-from ..errors import GradFilterError
+from ..coarse import CoarseGradient, densify, onto
 from ..geometry import ConvGeometry
-from ..grid import pixels
+from ..grid import Grid, pixels
 from ..wanted import wanted_grid
+from .activation import SlopeKind
 from .exact_conv import Want
+from .norm import fixed_scale
+from .refusal import first_derivative_only
 
 if TYPE_CHECKING:
     from ..methods import Method
 
-__all__ = ["first_derivative_only", "run_layer"]
+__all__ = ["Call", "Followers", "run_layer"]
 
 
-def first_derivative_only() -> None:
-    """Refuse create_graph=True: a filtered gradient is not a function that could be differentiated."""
-    if torch.is_grad_enabled():
-        raise GradFilterError(
-            "Double backward through a gradfilter region is not possible: call backward without "
-            "create_graph=True, or gf.restore_(model) first."
-        )
+@dataclass(frozen=True)
+class Followers:
+    """What reads a layer's output and nothing else does: a batch norm with fixed statistics, an activation.
+
+    Run with the layer as one autograd node, they cost no node of their own.
+    """
+
+    norm: nn.Module | None
+    run_norm: Callable[[Tensor], Tensor] | None
+    activation: nn.Module | None = None
+    run_activation: Callable[[Tensor], Tensor] | None = None
+    slope: SlopeKind | None = None
 
 
-def run_layer(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    geometry: ConvGeometry,
-    method: Method,
-    channel: int,
-) -> Tensor:
-    """Run a layer exactly as ``forward`` does; ``channel`` is the dimension of x that holds its channels."""
-    producer = wanted_grid(x)
-    result: Tensor = _Layer.apply(x, weight, bias, forward, geometry, method, channel, not producer.is_dense)
+NOBODY = Followers(None, None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer: its geometry and method; ``channel`` is the dimension of x that holds channels."""
+
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    geometry: ConvGeometry
+    method: Method
+    channel: int = 1
+    followers: Followers = NOBODY
+
+
+def run_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """Run a layer exactly as ``call.forward`` does, and its followers exactly as they do."""
+    result: Tensor = _Layer.apply(x, weight, bias, call, not wanted_grid(x).is_dense)
     return result
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        forward: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-        geometry: ConvGeometry,
-        method: Method,
-        channel: int,
-        coarse_input: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, coarse_input: bool
     ) -> Tensor:
-        y = forward(x, weight, bias)
+        geometry, method, followers = call.geometry, call.method, call.followers
+        y = call.forward(x, weight, bias)
         kept: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
-            maps = x if channel == 1 else x.movedim(channel, 1)
+            maps = x if call.channel == 1 else x.movedim(call.channel, 1)
             kept = tuple(k if k.dtype == y.dtype else k.to(y.dtype) for k in method.keep(maps, geometry))
-        ctx.save_for_backward(weight, *kept)
-        ctx.geometry, ctx.method, ctx.channel = geometry, method, channel
-        ctx.coarse_input, ctx.dtypes = coarse_input, (x.dtype, weight.dtype)
         sides = method.patches(geometry)
-        ctx.wanted = (1, 1, *sides) if channel == 1 else (1, *sides, 1)
+        ctx.wanted = (1, 1, *sides) if call.channel == 1 else (1, *sides, 1)
+        ctx.grid = Grid.of(tuple(y.shape), ctx.wanted)
+        slope = None
+        if followers.run_norm is not None:
+            y = followers.run_norm(y)
+        if followers.slope is not None and followers.run_activation is not None:
+            slope = followers.slope.before(y, ctx.grid)
+            y = followers.run_activation(y)
+            slope = followers.slope.after(y, ctx.grid) if slope is None else slope
+        ctx.save_for_backward(weight, slope, *kept)
+        ctx.call, ctx.coarse_input, ctx.dtypes = call, coarse_input, (x.dtype, weight.dtype)
+        ctx.absorbed = (followers.norm, followers.activation)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
-        weight, *kept = ctx.saved_tensors
+        weight, slope, *kept = ctx.saved_tensors
+        call: Call = ctx.call
+        grad = _through_followers(grad, ctx.grid, call.followers, slope)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        maps = grad if ctx.channel == 1 else grad.movedim(ctx.channel, 1)
+        maps = grad if call.channel == 1 else grad.movedim(call.channel, 1)
         bias_grad = _bias_gradient(maps).to(ctx.dtypes[1]) if need_bias else None
         x_grad = weight_grad = None
         if need_x or need_weight:
             if weight.dtype != grad.dtype:  # autocast ran the forward in a smaller type
                 weight = weight.to(grad.dtype)
+            kernel = weight if call.channel == 1 else weight.view(*weight.shape, *[1] * call.geometry.spatial)
             want = Want(need_x, need_weight)
-            x_grad, weight_grad = ctx.method.gradients(maps, kept, weight, ctx.geometry, want)
+            x_grad, weight_grad = call.method.gradients(maps, kept, kernel, call.geometry, want)
         if x_grad is not None:
-            x_grad = _hand_on(x_grad, ctx)
+            x_grad = x_grad if ctx.coarse_input else densify(x_grad)
+            x_grad = x_grad if x_grad.dtype == ctx.dtypes[0] else x_grad.to(ctx.dtypes[0])
+            x_grad = x_grad if call.channel == 1 else x_grad.movedim(1, call.channel)
         if weight_grad is not None:
-            weight_grad = weight_grad.to(ctx.dtypes[1])
-            if ctx.channel != 1:
-                weight_grad = weight_grad.flatten(1)
-        return x_grad, weight_grad, bias_grad, None, None, None, None, None
+            weight_grad = weight_grad if weight_grad.dtype == ctx.dtypes[1] else weight_grad.to(ctx.dtypes[1])
+            weight_grad = weight_grad if call.channel == 1 else weight_grad.view(weight.shape)
+        return x_grad, weight_grad, bias_grad, None, None
 
 
-def _hand_on(x_grad: Tensor, ctx: FunctionCtx) -> Tensor:
-    """Give the input gradient the dtype, layout and form (coarse or dense) that its receiver expects."""
-    if not ctx.coarse_input:  # type: ignore[attr-defined]
-        x_grad = densify(x_grad)
-    x_grad = x_grad.to(ctx.dtypes[0])  # type: ignore[attr-defined]
-    channel: int = ctx.channel  # type: ignore[attr-defined]
-    return x_grad if channel == 1 else x_grad.movedim(1, channel)
+def _through_followers(grad: Tensor, grid: Grid, followers: Followers, slope: Tensor) -> Tensor:
+    """Back through activation and norm, on the layer's own grid."""
+    if followers.norm is None and followers.slope is None:
+        return grad
+    values = densify(grad) if grid.is_dense else onto(grad, grid)
+    if followers.slope is not None:
+        values = followers.slope.times(values, slope, grid)
+    if followers.norm is not None:
+        values = values * _remembered_scale(followers.norm, values)
+    return values if grid.is_dense else CoarseGradient(values, grid)
+
+
+def _remembered_scale(norm: Any, like: Tensor) -> Tensor:
+    """The norm's scale, worked out again only when its statistics or parameters have changed."""
+    var, weight = norm.running_var, norm.weight
+    state = (var.data_ptr(), var._version, like.dtype, like.dim())
+    state += () if weight is None else (weight.data_ptr(), weight._version)
+    known = norm.__dict__.get("gradfilter_scale")
+    if known is None or known[0] != state:
+        known = norm.__dict__["gradfilter_scale"] = (state, fixed_scale(var, weight, norm.eps, like))
+    scale: Tensor = known[1]
+    return scale
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:

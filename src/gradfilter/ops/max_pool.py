@@ -14,7 +14,7 @@ from torch import Tensor
 from ..coarse import CoarseGradient, onto
 from ..grid import Grid, pixels, pool
 from ..wanted import wanted_grid
-from .layer import first_derivative_only
+from .refusal import first_derivative_only
 
 __all__ = ["PoolWindow", "max_pool"]
 
@@ -60,7 +60,7 @@ class _TiledMax(torch.autograd.Function):
         y: Tensor = window.run(x, False)
         sides = tuple(p // k for p, k in zip(grid.patches[2:], window.kernel, strict=True))
         ctx.wanted = (1, 1, *sides)
-        ctx.out_grid, ctx.grid, ctx.share = Grid.of(y.shape, ctx.wanted), grid, 1 / prod(window.kernel)
+        ctx.out_grid, ctx.grid, ctx.share = Grid.of(tuple(y.shape), ctx.wanted), grid, 1 / prod(window.kernel)
         return y
 
     @staticmethod
@@ -76,7 +76,7 @@ class _CountedMax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, window: PoolWindow, grid: Grid) -> Tensor:
         y, index = window.run(x, True)
         ctx.wanted = grid.patches
-        ctx.out_grid, ctx.grid, ctx.window = Grid.of(y.shape, grid.patches), grid, window
+        ctx.out_grid, ctx.grid, ctx.window = Grid.of(tuple(y.shape), grid.patches), grid, window
         ctx.first, ctx.reach = _neighbours(window, grid, ctx.out_grid)
         neighbour = _neighbour_of_maximum(index, x.shape, ctx.out_grid, grid, window, ctx.first, ctx.reach)
         ctx.save_for_backward(_count_each(neighbour, prod(ctx.reach), ctx.out_grid))

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..coarse import CoarseGradient, densify, onto
 from ..grid import Grid, pixels, pool
 from ..wanted import wanted_grid
-from .layer import first_derivative_only
+from .refusal import first_derivative_only
 
-__all__ = ["batch_norm", "group_norm", "layer_norm"]
+__all__ = ["batch_norm", "fixed_scale", "group_norm", "layer_norm"]
 
 
 def batch_norm(
@@ -41,6 +41,12 @@ def batch_norm(
 
 def _per_channel(vector: Tensor, dims: int) -> Tensor:
     return vector.view(1, -1, *[1] * (dims - 2))
+
+
+def fixed_scale(var: Tensor, weight: Tensor | None, eps: float, like: Tensor) -> Tensor:
+    """What a batch norm with fixed statistics multiplies each channel by."""
+    scale = torch.rsqrt(var + eps)
+    return _per_channel(scale if weight is None else scale * weight, like.dim()).to(like.dtype)
 
 
 def _over_pixels(values: Tensor) -> Tensor:
@@ -70,16 +76,14 @@ class _FixedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
         mean, var, weight, x = ctx.saved_tensors
-        rstd = torch.rsqrt(var + ctx.eps)
-        scale = rstd if weight is None else rstd * weight
         values = densify(grad) if ctx.grid.is_dense else onto(grad, ctx.grid)
-        x_grad = values * _per_channel(scale, values.dim()).to(values.dtype)
+        x_grad = values * fixed_scale(var, weight, ctx.eps, values)
         weight_grad = bias_grad = None
         if x is not None or ctx.needs_input_grad[4]:
             sums = values * pixels(ctx.grid, values)
             bias_grad = _over_pixels(sums)
             if x is not None:
-                weight_grad = (_over_pixels(sums * x) - bias_grad * mean) * rstd
+                weight_grad = (_over_pixels(sums * x) - bias_grad * mean) * torch.rsqrt(var + ctx.eps)
         if not ctx.grid.is_dense:
             x_grad = CoarseGradient(x_grad, ctx.grid)
         return x_grad, None, None, weight_grad, bias_grad, None, None

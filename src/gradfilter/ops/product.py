@@ -10,7 +10,7 @@ from torch import Tensor
 from ..coarse import CoarseGradient, onto
 from ..grid import Grid, pixels, pool
 from ..wanted import wanted_grid
-from .layer import first_derivative_only
+from .refusal import first_derivative_only
 
 __all__ = ["dropout", "multiply"]
 
@@ -40,8 +40,8 @@ def _keeps_map(factor: Tensor, partner: Tensor, grid: Grid) -> bool:
 def _own_grid(factor: Tensor, grid: Grid) -> Grid:
     """The grid of a factor that may be smaller than the map: no patches where it is broadcast."""
     missing = len(grid.shape) - factor.dim()
-    patches = [p if factor.shape[d] > 1 else 1 for d, p in enumerate(grid.patches[missing:])]
-    return Grid.of(factor.shape, patches)
+    patches = tuple(p if factor.shape[d] > 1 else 1 for d, p in enumerate(grid.patches[missing:]))
+    return Grid.of(tuple(factor.shape), patches)
 
 
 class _Product(torch.autograd.Function):

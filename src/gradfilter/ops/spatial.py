@@ -16,7 +16,7 @@ from torch import Tensor
 from ..coarse import CoarseGradient
 from ..grid import Grid, apply_along, overlap_matrix
 from ..wanted import wanted_grid
-from .layer import first_derivative_only
+from .refusal import first_derivative_only
 
 __all__ = ["AxisOperator", "spatial_mean", "spatially_linear"]
 
