@@ -23,18 +23,23 @@ aten = torch.ops.aten
 
 
 class CoarseGradient(Tensor):
-    """A gradient that is constant on each patch of ``grid``; ``values`` holds one number per patch."""
+    """A gradient that is constant on each patch of ``grid``; ``values`` holds one number per patch.
+
+    ``gated_values``: what the gated term of a residual join gets instead (see ops/join.py).
+    """
 
     values: Tensor
     grid: Grid
+    gated_values: Tensor | None
 
     @staticmethod
-    def __new__(cls, values: Tensor, grid: Grid) -> CoarseGradient:
+    def __new__(cls, values: Tensor, grid: Grid, gated_values: Tensor | None = None) -> CoarseGradient:
         self: CoarseGradient = torch.Tensor._make_wrapper_subclass(
             cls, grid.shape, dtype=values.dtype, device=values.device
         )
         self.values = values
         self.grid = grid
+        self.gated_values = gated_values
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -105,7 +110,11 @@ def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
         return NotImplemented
     grid = a.grid.common(b.grid)
     left, right = regrid(a.values, a.grid, grid), regrid(b.values, b.grid, grid)
-    return CoarseGradient(torch.add(left, right, alpha=alpha), grid)
+    gated = None
+    if a.gated_values is not None or b.gated_values is not None:
+        terms = [t.values if t.gated_values is None else t.gated_values for t in (a, b)]
+        gated = torch.add(regrid(terms[0], a.grid, grid), regrid(terms[1], b.grid, grid), alpha=alpha)
+    return CoarseGradient(torch.add(left, right, alpha=alpha), grid, gated)
 
 
 def _scale(op: Callable[..., Tensor]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .grid import per_axis
 from .ops.activation import Gate, Slope, activate, prelu
+from .ops.join import add
 from .ops.max_pool import PoolWindow, max_pool
 from .ops.norm import batch_norm, group_norm, layer_norm
 from .ops.product import dropout, multiply
@@ -260,6 +261,16 @@ def _mul(func: Any, a: Any, b: Any) -> Any:
     return multiply(a, b)
 
 
+def _add(inplace: bool = False) -> Handler:
+    def handle(func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+        joined = None
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and not kwargs:
+            joined = add(a, b, inplace)
+        return func(a, b, **kwargs) if joined is None else joined
+
+    return handle
+
+
 def _dropout(func: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return func(x, p, training, inplace) if not training or inplace else dropout(x, p)
 
@@ -300,6 +311,12 @@ def _table() -> dict[Any, Handler]:
         F.dropout: _dropout,
         torch.mean: _mean,
         Tensor.mean: _mean,
+        torch.add: _add(),
+        Tensor.add: _add(),
+        Tensor.__add__: _add(),
+        Tensor.__radd__: _add(),
+        Tensor.add_: _add(inplace=True),
+        Tensor.__iadd__: _add(inplace=True),
         torch.mul: _mul,
         Tensor.mul: _mul,
         Tensor.__mul__: _mul,

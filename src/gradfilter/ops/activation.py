@@ -18,6 +18,7 @@ from ..coarse import CoarseGradient, densify, onto
 from ..grid import Grid, pixels, pool
 from ..wanted import wanted_grid
 from .bits import pack, unpack
+from .join import gated_term
 from .refusal import first_derivative_only
 
 __all__ = ["Gate", "Slope", "SlopeKind", "activate", "prelu"]
@@ -53,10 +54,18 @@ class Gate(NamedTuple):
         return None
 
     def after(self, y: Tensor, grid: Grid) -> Tensor:
+        is_open = self.is_open(y)
+        return pack(is_open) if grid.is_dense else _count(is_open, grid)
+
+    def is_open(self, y: Tensor) -> Tensor:
         is_open = y > self.low
         if self.high != float("inf"):
             is_open &= y < self.high
-        return pack(is_open) if grid.is_dense else _count(is_open, grid)
+        return is_open
+
+    def shuts(self, grid: Grid) -> bool:
+        """Whether nothing passes where it is shut, and patches are counted."""
+        return self.shut == 0 and not grid.is_dense
 
     def times(self, values: Tensor, kept: Tensor, grid: Grid) -> Tensor:
         if grid.is_dense:
@@ -89,31 +98,49 @@ def activate(x: Tensor, function: Callable[[Tensor], Tensor], kind: SlopeKind, i
     grid = wanted_grid(x)
     if not kind.fits(grid):
         return function(x)
-    result: Tensor = _Activation.apply(x, function, kind, inplace, grid)
+    term = gated_term(x, grid) if isinstance(kind, Gate) and kind.shuts(grid) else None
+    result: Tensor = _Activation.apply(x, function, kind, inplace, grid, term)
     return result
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], kind: SlopeKind, inplace: bool, grid: Grid
+        ctx: Any,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        kind: SlopeKind,
+        inplace: bool,
+        grid: Grid,
+        term: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         kept = kind.before(x, grid)
         y = function(x)
         if inplace:
             ctx.mark_dirty(x)
-        ctx.save_for_backward(kind.after(y, grid) if kept is None else kept)
+        kept = kind.after(y, grid) if kept is None else kept
+        joint: tuple[Tensor, ...] = ()
+        if isinstance(kind, Gate) and kind.shuts(grid):
+            ctx.gate, ctx.gate_index = kind.is_open, 0
+            if term is not None:
+                joint = (_count(kind.is_open(y) & term[0], grid), term[1])
+        ctx.save_for_backward(kept, *joint)
         ctx.kind, ctx.grid, ctx.wanted = kind, grid, grid.patches
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
-        (kept,) = ctx.saved_tensors
+        kept, *joint = ctx.saved_tensors
         if ctx.grid.is_dense:
-            return ctx.kind.times(densify(grad), kept, ctx.grid), None, None, None, None
-        values = ctx.kind.times(onto(grad, ctx.grid), kept, ctx.grid)
-        return CoarseGradient(values, ctx.grid), None, None, None, None
+            return ctx.kind.times(densify(grad), kept, ctx.grid), None, None, None, None, None
+        arrived = onto(grad, ctx.grid)
+        gated = None
+        if joint:
+            both, term_count = (count.to(arrived.dtype) for count in joint)
+            gated = arrived * (both / term_count.clamp_(min=1))
+        values = ctx.kind.times(arrived, kept, ctx.grid)
+        return CoarseGradient(values, ctx.grid, gated), None, None, None, None, None
 
 
 def _count(is_open: Tensor, grid: Grid) -> Tensor:

@@ -13,7 +13,7 @@ from ..coarse import CoarseGradient, densify, onto
 from ..geometry import ConvGeometry
 from ..grid import Grid, pixels
 from ..wanted import wanted_grid
-from .activation import SlopeKind
+from .activation import Gate, SlopeKind
 from .exact_conv import Want
 from .norm import fixed_scale
 from .refusal import first_derivative_only
@@ -79,6 +79,8 @@ class _Layer(torch.autograd.Function):
             slope = followers.slope.before(y, ctx.grid)
             y = followers.run_activation(y)
             slope = followers.slope.after(y, ctx.grid) if slope is None else slope
+        if isinstance(followers.slope, Gate) and followers.slope.shuts(ctx.grid):
+            ctx.gate, ctx.gate_index = followers.slope.is_open, 1
         ctx.save_for_backward(weight, slope, *kept)
         ctx.call, ctx.coarse_input, ctx.dtypes = call, coarse_input, (x.dtype, weight.dtype)
         ctx.absorbed = (followers.norm, followers.activation)

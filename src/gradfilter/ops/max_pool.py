@@ -14,6 +14,7 @@ from torch import Tensor
 from ..coarse import CoarseGradient, onto
 from ..grid import Grid, pixels, pool
 from ..wanted import wanted_grid
+from .join import Gated, gated
 from .refusal import first_derivative_only
 
 __all__ = ["PoolWindow", "max_pool"]
@@ -47,8 +48,11 @@ def max_pool(x: Tensor, window: PoolWindow) -> Tensor:
     if grid.is_dense:
         y: Tensor = window.run(x, False)
         return y
-    function = _TiledMax if window.tiles(grid, x.shape) else _CountedMax
-    result: Tensor = function.apply(x, window, grid)
+    gate = gated(x, grid)
+    if gate is None and window.tiles(grid, x.shape):
+        tiled: Tensor = _TiledMax.apply(x, window, grid)
+        return tiled
+    result: Tensor = _CountedMax.apply(x, window, grid, gate)
     return result
 
 
@@ -70,22 +74,30 @@ class _TiledMax(torch.autograd.Function):
 
 
 class _CountedMax(torch.autograd.Function):
-    """Keeps, for each patch of the output and each patch of the input near it, a byte: the maxima there."""
+    """Keeps, for each patch of the output and each patch of the input near it, a byte: the maxima there.
+
+    Behind a gate only maxima in open pixels count, and each patch is told what its open pixels get, because the
+    gate will multiply by its open share.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, window: PoolWindow, grid: Grid) -> Tensor:
+    def forward(ctx: Any, x: Tensor, window: PoolWindow, grid: Grid, gate: Gated | None) -> Tensor:
         y, index = window.run(x, True)
         ctx.wanted = grid.patches
         ctx.out_grid, ctx.grid, ctx.window = Grid.of(tuple(y.shape), grid.patches), grid, window
         ctx.first, ctx.reach = _neighbours(window, grid, ctx.out_grid)
         neighbour = _neighbour_of_maximum(index, x.shape, ctx.out_grid, grid, window, ctx.first, ctx.reach)
-        ctx.save_for_backward(_count_each(neighbour, prod(ctx.reach), ctx.out_grid))
+        if gate is not None:
+            neighbour.masked_fill_(gate.is_open(y).logical_not_(), -1)
+            ctx.gate, ctx.gate_index = gate.is_open, 0
+        counts = _count_each(neighbour, prod(ctx.reach), ctx.out_grid)
+        ctx.save_for_backward(counts, None if gate is None else gate.count)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
-        (counts,) = ctx.saved_tensors
+        counts, open_count = ctx.saved_tensors
         values = onto(grad, ctx.out_grid)
         patches_out, patches_in = ctx.out_grid.coarse_shape[2:], ctx.grid.coarse_shape[2:]
         steps, before = ctx.window.stride, [-f for f in ctx.first]
@@ -101,7 +113,8 @@ class _CountedMax(torch.autograd.Function):
             total[(..., *lattice)] += values * counts[k]
         real = tuple(slice(b, b + q) for b, q in zip(before, patches_in, strict=True))
         sums = total[(..., *real)]
-        return CoarseGradient(sums / pixels(ctx.grid, sums), ctx.grid), None, None
+        share = pixels(ctx.grid, sums) if open_count is None else open_count.to(sums.dtype).clamp_(min=1)
+        return CoarseGradient(sums / share, ctx.grid), None, None, None
 
 
 def _neighbours(window: PoolWindow, grid: Grid, out_grid: Grid) -> tuple[list[int], list[int]]:
