@@ -68,7 +68,8 @@ def work_axis(axis: ConvAxis, patch: int, in_patch: int) -> WorkAxis:
     if axis.size_out <= patch:
         counts = tap_counts(axis, axis.size_out, min(in_patch, axis.size_in))
         return WorkAxis(axis.size_out, min(in_patch, axis.size_in), counts[:, 0] / axis.size_out)
-    for side in range(patch, 1, -1):
+    finest = 1 if axis.stride > 1 and axis.dilation == 1 else 2  # strided single pixels still pool the input
+    for side in range(patch, finest - 1, -1):
         if patch % side == 0 and in_patch % (side * axis.stride) == 0 and _is_uniform(axis, side):
             return _uniform(axis, side)
     if (axis.size_in + 2 * axis.pad - axis.dilation * (axis.kernel - 1) - 1) // axis.stride + 1 != axis.size_out:

@@ -1,0 +1,1 @@
+"""Autograd functions: layers with a method, and everything between them."""
