@@ -1,4 +1,4 @@
-"""How far the gradients of a plan are from the exact ones, layer by layer, on the user's own model and batch."""
+"""How far a plan's gradients are from the exact ones: layer by layer, on the user's own model and batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A gradient against the exact one: their cosine, 20 log10(|exact| / |error|), and the ratio of their norms."""
+    """A gradient against the exact one: cosine, 20 log10(|exact| / |error|), and the ratio of their norms."""
 
     cosine: float
     snr_db: float
@@ -39,8 +39,8 @@ class Comparison:
 class LayerAnalysis:
     """One trained layer; None where there is nothing to compare (no such gradient, or an exact one of zero).
 
-    weight: the weight gradient. output: the gradient that arrives at the layer's output, with the error of all
-    later layers in it. input: the gradient that leaves its input, with the layer's own error added.
+    weight: the weight gradient. output: the gradient that arrives at the layer's output, with the error of
+    all later layers in it. input: the gradient that leaves its input, with the layer's own error added.
     dc_energy: how much of the energy of the exact output gradient is in its patch means; the rest is lost.
     """
 
@@ -69,8 +69,8 @@ def analyze(model: nn.Module, batch: Any, loss: Loss, plan: Plan) -> Analysis:
     """Run one batch exactly and as planned, and compare the gradients of every trained layer.
 
     batch: inputs, or a pair (inputs, targets). loss: called with the model's output, and with the targets if
-    there are any; returns one number. The model is copied: its weights, gradients and mode stay as they are, and
-    both runs draw the same random numbers, which the caller's generator does not notice.
+    there are any; returns one number. The model is copied: its weights, gradients and mode stay as they are.
+    Both runs draw the same random numbers, and the caller's generator does not notice.
 
     >>> import gradfilter as gf
     >>> model = gf.models.build("tiny")
@@ -136,11 +136,12 @@ def _run(model: nn.Module, batch: Any, loss: Loss, plan: Plan, *, exactly: bool)
     apply_plan(copied, replace(plan, rows=tuple(_recorded(row, records, exactly) for row in plan.rows)))
     order: list[str] = []
     for name in records:
-        weight = copied.get_submodule(name).weight
-        weight.register_post_accumulate_grad_hook(partial(_note_weight, name, records[name], order))
+        weight = copied.get_parameter(f"{name}.weight")
+        note = partial(_note_weight, name, records[name], order)
+        weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
     devices = {p.device for p in copied.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices), torch.enable_grad():
-        _scalar_loss(copied, batch, loss).backward()
+        torch.autograd.backward(_scalar_loss(copied, batch, loss))
     return {name: records[name] for name in order}
 
 

@@ -23,26 +23,26 @@ aten = torch.ops.aten
 
 
 class CoarseGradient(Tensor):
-    """A gradient that is constant on each patch of ``grid``; ``values`` holds one number per patch.
+    """A gradient that is constant on each patch of ``grid``; ``means`` holds one number per patch.
 
-    ``gated_values``: what the gated term of a residual join gets instead (see ops/join.py).
+    ``gated_means``: what the gated term of a residual join gets instead (see ops/join.py).
     """
 
-    values: Tensor
+    means: Tensor
     grid: Grid
-    gated_values: Tensor | None
+    gated_means: Tensor | None
 
     @staticmethod
-    def __new__(cls, values: Tensor, grid: Grid, gated_values: Tensor | None = None) -> CoarseGradient:
+    def __new__(cls, values: Tensor, grid: Grid, gated_means: Tensor | None = None) -> CoarseGradient:
         self: CoarseGradient = torch.Tensor._make_wrapper_subclass(
             cls, grid.shape, dtype=values.dtype, device=values.device
         )
-        self.values = values
+        self.means = values
         self.grid = grid
-        self.gated_values = gated_values
+        self.gated_means = gated_means
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> Tensor:
         """The plain tensor of full size.
@@ -50,13 +50,13 @@ class CoarseGradient(Tensor):
         >>> CoarseGradient(torch.ones(1, 1, 2), Grid((1, 1, 3), (1, 1, 2))).dense()
         tensor([[[1., 1., 1.]]])
         """
-        return expand(self.values, self.grid)
+        return expand(self.means, self.grid)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"CoarseGradient(shape={self.grid.shape}, patches={self.grid.patches}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = _ON_THE_GRID.get(func)
@@ -101,7 +101,7 @@ def densify(value: Any) -> Any:
 def onto(gradient: Tensor, grid: Grid) -> Tensor:
     """The means of any gradient, coarse or dense, on the patches of ``grid``."""
     if isinstance(gradient, CoarseGradient):
-        return regrid(gradient.values, gradient.grid, grid)
+        return regrid(gradient.means, gradient.grid, grid)
     return pool(gradient, grid)
 
 
@@ -109,10 +109,10 @@ def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
     if not (isinstance(a, CoarseGradient) and isinstance(b, CoarseGradient) and a.shape == b.shape):
         return NotImplemented
     grid = a.grid.common(b.grid)
-    left, right = regrid(a.values, a.grid, grid), regrid(b.values, b.grid, grid)
+    left, right = regrid(a.means, a.grid, grid), regrid(b.means, b.grid, grid)
     gated = None
-    if a.gated_values is not None or b.gated_values is not None:
-        terms = [t.values if t.gated_values is None else t.gated_values for t in (a, b)]
+    if a.gated_means is not None or b.gated_means is not None:
+        terms = [t.means if t.gated_means is None else t.gated_means for t in (a, b)]
         gated = torch.add(regrid(terms[0], a.grid, grid), regrid(terms[1], b.grid, grid), alpha=alpha)
     return CoarseGradient(torch.add(left, right, alpha=alpha), grid, gated)
 
@@ -127,7 +127,7 @@ def _scale(op: Callable[..., Tensor]) -> Callable[..., Any]:
             a, b = b, a
         if isinstance(b, Tensor) and not _constant_along(b, a.grid):
             return NotImplemented
-        return CoarseGradient(op(a.values, b), a.grid)
+        return CoarseGradient(op(a.means, b), a.grid)
 
     return apply
 
@@ -139,7 +139,7 @@ def _constant_along(other: Tensor, grid: Grid) -> bool:
 
 def _permute(a: CoarseGradient, dims: Sequence[int]) -> CoarseGradient:
     dims = [d % a.dim() for d in dims]
-    return CoarseGradient(a.values.permute(dims), a.grid.permute(dims))
+    return CoarseGradient(a.means.permute(dims), a.grid.permute(dims))
 
 
 def _transpose(a: CoarseGradient, dim0: int, dim1: int) -> CoarseGradient:
@@ -153,7 +153,7 @@ def _slice(
 ) -> Any:
     if a.grid.patches[dim] != 1:
         return NotImplemented
-    values = aten.slice.Tensor(a.values, dim, start, end, step)
+    values = aten.slice.Tensor(a.means, dim, start, end, step)
     shape = list(a.grid.shape)
     shape[dim] = values.shape[dim]
     return CoarseGradient(values, Grid(tuple(shape), a.grid.patches))
@@ -162,10 +162,10 @@ def _slice(
 def _slice_backward(a: Any, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
     if a.grid.patches[dim] != 1:
         return NotImplemented
-    coarse = list(a.values.shape)
+    coarse = list(a.means.shape)
     coarse[dim] = sizes[dim]
     return CoarseGradient(
-        aten.slice_backward(a.values, coarse, dim, start, end, step), Grid(tuple(sizes), a.grid.patches)
+        aten.slice_backward(a.means, coarse, dim, start, end, step), Grid(tuple(sizes), a.grid.patches)
     )
 
 
@@ -177,7 +177,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
         return NotImplemented
     shape = list(tensors[0].grid.shape)
     shape[dim] = sum(t.grid.shape[dim] for t in tensors)
-    values = torch.cat([t.values for t in tensors], dim)
+    values = torch.cat([t.means for t in tensors], dim)
     return CoarseGradient(values, Grid(tuple(shape), grids.pop()))
 
 
@@ -191,7 +191,7 @@ def _view(a: CoarseGradient, size: Sequence[int]) -> Any:
     if len(size) < tail or tuple(size[-tail:]) != a.grid.shape[first:]:
         return NotImplemented
     lead = size[:-tail]
-    values = a.values.reshape(*lead, *a.values.shape[first:])
+    values = a.means.reshape(*lead, *a.means.shape[first:])
     shape = (*values.shape[: len(lead)], *a.grid.shape[first:])
     return CoarseGradient(values, Grid(shape, (1,) * len(lead) + a.grid.patches[first:]))
 
@@ -200,13 +200,13 @@ def _sum(a: CoarseGradient, dim: Sequence[int] | None, keepdim: bool = False, *,
     dims = [d % a.dim() for d in dim or range(a.dim())]
     if any(d not in dims for d in a.grid.pooled):
         return NotImplemented
-    return (a.values * pixels(a.grid, a.values)).expand_as(a.values).sum(dims, keepdim=keepdim, dtype=dtype)
+    return (a.means * pixels(a.grid, a.means)).expand_as(a.means).sum(dims, keepdim=keepdim, dtype=dtype)
 
 
 def _elementwise(op: Callable[..., Tensor]) -> Callable[..., CoarseGradient]:
     def apply(a: CoarseGradient, *args: Any, **kwargs: Any) -> CoarseGradient:
         kwargs.pop("memory_format", None)
-        return CoarseGradient(op(a.values, *args, **kwargs), a.grid)
+        return CoarseGradient(op(a.means, *args, **kwargs), a.grid)
 
     return apply
 

@@ -87,7 +87,9 @@ def cost(model: nn.Module, plan: Plan, example: Tensor) -> Plan:
             _layer_cost(after.kept[row.name], geometry, row.method, want),
         )
     named = set(costs)
-    other = tuple(LayerCost(kept=sum(b for n, b in t.kept.items() if n not in named)) for t in (before, after))
+    other = tuple(
+        LayerCost(kept=sum(b for n, b in t.kept.items() if n not in named)) for t in (before, after)
+    )
     return plan.with_costs(costs, (other[0], other[1]))
 
 

@@ -61,6 +61,10 @@ class ConvGeometry:
     def spatial(self) -> int:
         return len(self.axes)
 
+    @cached_property
+    def is_depthwise(self) -> bool:
+        return self.x_shape[1] == self.y_shape[1] == self.groups
+
     def output_grid(self, patch: tuple[int, ...]) -> Grid:
         return Grid.of(self.y_shape, (1, 1, *patch))
 

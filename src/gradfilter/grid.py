@@ -117,7 +117,7 @@ def _average(x: Tensor, patches: Sequence[int]) -> Tensor:
     op = F.avg_pool2d if len(patches) == 2 else F.avg_pool3d
     if len(patches) == 3 and x.dtype in (torch.float16, torch.bfloat16):
         return _average(x.float(), patches).to(x.dtype)  # the half-precision 3d kernel is missing on CPU
-    return op(x, tuple(patches), ceil_mode=True, count_include_pad=False)  # type: ignore[operator]
+    return op(x, tuple(patches), ceil_mode=True, count_include_pad=False)
 
 
 def expand(values: Tensor, grid: Grid) -> Tensor:
@@ -160,7 +160,9 @@ def regrid(values: Tensor, source: Grid, target: Grid) -> Tensor:
     """
     if source.patches == target.patches:
         return values
-    if all(s % t == 0 or s >= n for s, t, n in zip(source.patches, target.patches, source.shape, strict=True)):
+    if all(
+        s % t == 0 or s >= n for s, t, n in zip(source.patches, target.patches, source.shape, strict=True)
+    ):
         return _refine(values, source, target)
     for d, (s, t) in enumerate(zip(source.patches, target.patches, strict=True)):
         if s != t:
@@ -205,7 +207,9 @@ def overlap_matrix(size: int, rows: int, columns: int) -> Tensor:
     """
     matrix = torch.zeros(-(-size // rows), -(-size // columns), dtype=torch.float64)
     pixel = torch.arange(size)
-    matrix.index_put_((pixel // rows, pixel // columns), torch.ones(size, dtype=torch.float64), accumulate=True)
+    matrix.index_put_(
+        (pixel // rows, pixel // columns), torch.ones(size, dtype=torch.float64), accumulate=True
+    )
     return matrix
 
 

@@ -5,26 +5,37 @@ Only a module's class changes: its parameters, buffers, hooks and state-dict key
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import TorchFunctionMode
 
-from .geometry import ConvAxis, ConvGeometry
-from .grid import per_axis
+from .calls import Asked, asked
 from .methods import Exact, Method
-from .ops.activation import Gate, SlopeKind
+from .ops.activation import Gate
 from .ops.layer import NOBODY, Call, Followers, run_layer
 from .region import region
 
-__all__ = ["CONVOLUTIONS", "LAYERS", "NORMS", "geometry_of", "region_class"]
+__all__ = [
+    "BATCH_NORMS",
+    "CONVOLUTIONS",
+    "LAYERS",
+    "NORMS",
+    "FixedNorm",
+    "RegionLayer",
+    "RegionModule",
+    "region_class",
+    "role_of",
+]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (*CONVOLUTIONS, nn.Linear)
-NORMS = (nn.modules.batchnorm._BatchNorm,)
+BATCH_NORMS = (nn.modules.batchnorm._NormBase,)  # all that may keep statistics
+NORMS = (*BATCH_NORMS, nn.GroupNorm, nn.LayerNorm)
 
 
 class RegionModule:
@@ -34,7 +45,7 @@ class RegionModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(self._run)(*args, **kwargs)
+            return _run_uncompiled(self, *args, **kwargs)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,8 +55,7 @@ class RegionModule:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return _rebuild, (self.gradfilter_base, type(self).__mro__[1]), state
+        return _rebuild, (self.gradfilter_base, type(self).__mro__[1]), self.__getstate__()
 
 
 class RegionLayer(RegionModule):
@@ -53,27 +63,46 @@ class RegionLayer(RegionModule):
 
     gradfilter_method: Method
 
-    def _run(self, x: Tensor, *args: Any) -> Any:
-        weight: Tensor = self.weight  # type: ignore[attr-defined]
-        followers = self.__dict__.pop("gradfilter_followers", NOBODY)
-        if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad) or args:
-            return super(RegionModule, self).forward(x, *args)  # type: ignore[misc]
-        return _run_layer(self, x, self.gradfilter_method, followers)  # type: ignore[arg-type]
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super()._run(*args, **kwargs)
+        with _LayerCalls(self.gradfilter_method):
+            return super()._run(*args, **kwargs)
+
+    def run_with(self, x: Tensor, followers: Followers) -> tuple[Tensor, bool]:
+        """Run the layer, and as one node with it its followers if the second result says so."""
+        with _LayerCalls(self.gradfilter_method, followers) as calls:
+            return super()._run(x), calls.ran_followers
 
 
-class RegionFollower(RegionModule):
-    """A norm or activation that the layer before it may have run already."""
+class _LayerCalls(TorchFunctionMode):
+    """Inside a layer's forward: torch's convolution or linear function runs with the layer's method."""
 
-    def _run(self, x: Tensor) -> Any:
-        if self in getattr(x.grad_fn, "absorbed", ()):
-            return x
-        return super()._run(x)
+    def __init__(self, method: Method, followers: Followers = NOBODY) -> None:
+        super().__init__()
+        self.method, self.followers, self.ran_followers = method, followers, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = asked(func, args, kwargs, self.method.tokens)
+        if call is None or call.why_exact or not (call.x.requires_grad or call.weight.requires_grad):
+            return func(*args, **kwargs)
+        return self._run_layer(call)
+
+    def _run_layer(self, call: Asked) -> Tensor:
+        method = Exact() if self.method.refuses(call.geometry) else self.method
+        followers = NOBODY if call.undo else self.followers
+        self.ran_followers = followers is not NOBODY
+        settings = Call(call.run, call.geometry, method, call.channel, followers)
+        y = run_layer(call.x, call.weight, call.bias, settings)
+        return call.undo(y) if call.undo else y
 
 
-class FixedNorm(RegionFollower):
-    """A batch norm whose statistics stay as they are, whatever mode the model is put in."""
+class FixedNorm(RegionModule):
+    """A norm whose statistics stay as they are, whatever mode the model is put in."""
 
     def train(self, mode: bool = True) -> Any:
+        self.__dict__["gradfilter_record"]["training"] = mode  # the mode it is given back by restore_
         return super().train(False)  # type: ignore[misc]
 
 
@@ -83,22 +112,46 @@ class RegionSequential(RegionModule):
     def _run(self, x: Any) -> Any:
         if not torch.is_grad_enabled():
             return super()._run(x)
-        children = list(self.children())  # type: ignore[attr-defined]
+        modules, done = list(self._modules.values()), 0  # type: ignore[attr-defined]
         with region():
-            for i, module in enumerate(children):
-                if isinstance(module, RegionLayer):
-                    module.__dict__["gradfilter_followers"] = _followers(children[i + 1 : i + 3])
-                x = module(x)
+            while done < len(modules):
+                layer, done = modules[done], done + 1
+                followers = _followers(layer, modules[done : done + 2])
+                if followers is NOBODY:
+                    x = layer(x)
+                else:
+                    x, ran = layer.run_with(x, followers)
+                    done += ran * sum(f is not None for f in (followers.norm, followers.activation))
         return x
 
 
-def _followers(modules: list[nn.Module]) -> Followers:
+def _followers(layer: nn.Module, modules: list[nn.Module]) -> Followers:
+    """The norm and the activation, if any, that can be run with the layer; hooks must see what is in between."""
+    if not (isinstance(layer, RegionLayer) and _can_join(layer, _LAYER_FORWARDS)):
+        return NOBODY
     norm = modules.pop(0) if modules and _is_constant_norm(modules[0]) else None
     run_norm = None if norm is None else _own_forward(norm)
-    kind = _slope_kind(modules[0]) if modules else None
-    if kind is None:
-        return Followers(norm, run_norm)
-    return Followers(norm, run_norm, modules[0], _own_forward(modules[0]), kind)
+    gate = _gate(modules[0]) if modules else None
+    if gate is None:
+        return NOBODY if norm is None else Followers(norm, run_norm)
+    return Followers(norm, run_norm, modules[0], _own_forward(modules[0]), gate)
+
+
+def _can_join(module: nn.Module, forwards: Sequence[Callable[..., Any]]) -> bool:
+    """Whether a module computes as its torch class does, and nobody looks on."""
+    base = getattr(module, "gradfilter_base", None)
+    return (
+        base is not None
+        and base.forward in forwards
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not _has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+_LAYER_FORWARDS = tuple(layer.forward for layer in CONVOLUTIONS)
+_NORM_FORWARDS = (nn.modules.batchnorm._BatchNorm.forward,)
+_GATE_FORWARDS = (nn.ReLU.forward, nn.Hardtanh.forward, nn.LeakyReLU.forward)  # ReLU6 is a Hardtanh
 
 
 def _own_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -110,34 +163,30 @@ def _is_constant_norm(module: nn.Module) -> bool:
     """A batch norm that is the same scale and shift at every step."""
     return (
         isinstance(module, FixedNorm)
+        and _can_join(module, _NORM_FORWARDS)
         and module.running_var is not None
         and not module.training
         and not any(p.requires_grad for p in module.parameters(recurse=False))
     )
 
 
-def _slope_kind(module: nn.Module) -> SlopeKind | None:
-    if not isinstance(module, RegionFollower) or module._forward_hooks or module._forward_pre_hooks:
+def _gate(module: nn.Module) -> Gate | None:
+    if not _can_join(module, _GATE_FORWARDS):
         return None
-    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+    if isinstance(module, nn.Hardtanh):
         return Gate(module.min_val, module.max_val)
     if isinstance(module, nn.LeakyReLU):
         return Gate(shut=module.negative_slope) if module.negative_slope >= 0 else None
-    return Gate() if isinstance(module, nn.ReLU) else None
-
-
-GATES = (nn.ReLU, nn.Hardtanh, nn.LeakyReLU)
+    return Gate()
 
 
 def role_of(module: nn.Module) -> type[RegionModule]:
     """The role of a module that is neither a layer with a method nor a batch norm to be fixed."""
-    if isinstance(module, GATES) or isinstance(module, NORMS):
-        return RegionFollower
     return RegionSequential if type(module).forward is nn.Sequential.forward else RegionModule
 
 
-@lru_cache(maxsize=None)
-def region_class(base: type[nn.Module], role: type[RegionModule]) -> type[nn.Module]:
+@cache
+def region_class(base: Any, role: Any) -> type[nn.Module]:
     """The class that a module of class ``base`` takes on in ``role``."""
     members = {"gradfilter_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
     return type(base.__name__, (role, base), members)
@@ -148,103 +197,7 @@ def _rebuild(base: type[nn.Module], role: type[RegionModule]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _run_layer(module: nn.Module, x: Tensor, method: Method, followers: Followers) -> Tensor:
-    if isinstance(module, nn.Linear):
-        return _run_linear(module, x, method)
-    spatial = len(module.kernel_size)
-    if x.dim() == spatial + 1:
-        return _run_layer(module, x.unsqueeze(0), method, NOBODY).squeeze(0)
-    if not module.transposed and module.padding_mode != "zeros":
-        with region():
-            x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-    geometry = geometry_of(module, tuple(x.shape))
-    method = Exact() if method.refuses(geometry) else method
-    call = Call(_forward_of(module), geometry, method, followers=followers)
-    return run_layer(x, module.weight, module.bias, call)
-
-
-def _run_linear(module: nn.Linear, x: Tensor, method: Method) -> Tensor:
-    """A linear layer over maps (N, H, W, C), or over tokens (N, H*W, C) whose map is known."""
-    if x.dim() == 3 and method.tokens and method.tokens[0] * method.tokens[1] == x.shape[1]:
-        return _run_linear(module, x.unflatten(1, method.tokens), method).flatten(1, 2)
-    if x.dim() < 4:
-        return F.linear(x, module.weight, module.bias)
-    geometry = ConvGeometry.pointwise((x.shape[0], x.shape[-1], *x.shape[1:-1]), module.out_features)
-    if method.refuses(geometry):
-        return F.linear(x, module.weight, module.bias)
-    return run_layer(x, module.weight, module.bias, Call(F.linear, geometry, method, x.dim() - 1))
-
-
-_FUNCTIONS = {
-    (1, False): F.conv1d,
-    (2, False): F.conv2d,
-    (3, False): F.conv3d,
-    (1, True): F.conv_transpose1d,
-    (2, True): F.conv_transpose2d,
-    (3, True): F.conv_transpose3d,
-}
-
-
-def _forward_of(module: nn.Module) -> Any:
-    """The functional call that ``nn.Conv*``'s own forward makes, explicit padding aside."""
-    function = _FUNCTIONS[len(module.kernel_size), module.transposed]
-    settings = {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
-    if module.transposed:
-        settings |= {"padding": module.padding, "output_padding": module.output_padding}
-    else:
-        settings |= {"padding": module.padding if module.padding_mode == "zeros" else 0}
-    return partial(function, **settings)
-
-
-def geometry_of(module: nn.Module, x_shape: tuple[int, ...]) -> ConvGeometry:
-    """The geometry of a convolution module for a batched input, padded if its padding is not zeros."""
-    padded = not module.transposed and module.padding_mode != "zeros"
-    padding = 0 if padded else module.padding
-    return _geometry(
-        x_shape,
-        module.out_channels,
-        module.kernel_size,
-        module.stride,
-        padding,
-        module.output_padding,
-        module.dilation,
-        module.groups,
-        module.transposed,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _geometry(
-    x_shape: tuple[int, ...],
-    channels: int,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: str | int | tuple[int, ...],
-    output_padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
-    transposed: bool,
-) -> ConvGeometry:
-    ends = _padding_ends(padding, kernel, dilation)
-    axes = []
-    for size, k, s, d, extra, (pad, pad_end) in zip(
-        x_shape[2:], kernel, stride, dilation, output_padding, ends, strict=True
-    ):
-        if transposed:
-            made = (size - 1) * s - 2 * pad + d * (k - 1) + 1 + extra
-            axes.append(ConvAxis(made, size, k, s, d, pad, pad - extra))
-        else:
-            made = (size + pad + pad_end - d * (k - 1) - 1) // s + 1
-            axes.append(ConvAxis(size, made, k, s, d, pad, pad_end))
-    outputs = [axis.size_in if transposed else axis.size_out for axis in axes]
-    return ConvGeometry(x_shape, (x_shape[0], channels, *outputs), tuple(axes), groups, transposed)
-
-
-def _padding_ends(
-    padding: str | int | tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...]
-) -> list[tuple[int, int]]:
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return [(t // 2, t - t // 2) for t in totals]
-    sides = per_axis(0 if isinstance(padding, str) else padding, len(kernel))
-    return [(p, p) for p in sides]
+def _run_uncompiled(module: RegionModule, *args: Any, **kwargs: Any) -> Any:
+    """torch.compile leaves the region to run as it is: what it keeps depends on the graph that autograd builds."""
+    run = torch.compiler.disable(module._run)  # type: ignore[no-untyped-call]
+    return run(*args, **kwargs)

@@ -74,7 +74,9 @@ def _gate(gate: Gate, inplace: bool = False) -> Handler:
     return handle
 
 
-def _hardtanh(func: Any, x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
+def _hardtanh(
+    func: Any, x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> Tensor:
     return activate(x, lambda t: func(t, min_val, max_val, inplace), Gate(min_val, max_val), inplace)
 
 
@@ -139,8 +141,9 @@ def _max_pool(axes: int) -> Handler:
     ) -> Any:
         if return_indices or x.dim() != axes + 2:
             return func(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-        settings = (kernel_size, stride or kernel_size, padding, dilation)
-        return max_pool(x, PoolWindow(*(per_axis(s, axes) for s in settings), ceil_mode))
+        kernel, steps = per_axis(kernel_size, axes), per_axis(stride or kernel_size, axes)
+        window = PoolWindow(kernel, steps, per_axis(padding, axes), per_axis(dilation, axes), ceil_mode)
+        return max_pool(x, window)
 
     return handle
 

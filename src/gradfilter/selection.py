@@ -26,14 +26,18 @@ class Layer:
     head: bool = False
 
 
-def layers_of(model: nn.Module, executed: Sequence[str] | None = None, flat: Iterable[str] = ()) -> list[Layer]:
+def layers_of(
+    model: nn.Module, executed: Sequence[str] | None = None, flat: Iterable[str] = ()
+) -> list[Layer]:
     """The layers of a model in execution order where that is known, else in the order they were registered.
 
     The linear layers after the last convolution are the head. In networks of linear layers (more than three
     behind the last convolution) only the last one is, or those known to read plain features (``flat``).
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
-    names = list(dict.fromkeys(n for n in executed if n in modules)) if executed is not None else list(modules)
+    names = (
+        list(dict.fromkeys(n for n in executed if n in modules)) if executed is not None else list(modules)
+    )
     if not names:
         raise PlanError(
             f"{type(model).__name__} has no convolution or linear layer that runs; there is nothing to train."
@@ -94,7 +98,10 @@ def _matching(layers: Sequence[Layer], term: str | Predicate) -> list[Layer]:
     found = [layer for layer in layers if _under(layer.name, term)]
     if not found:
         names = [layer.name for layer in layers]
-        hint = nearest(term, names + _parents(names)) or f" The model's layers run from {names[0]} to {names[-1]}."
+        hint = (
+            nearest(term, names + _parents(names))
+            or f" The model's layers run from {names[0]} to {names[-1]}."
+        )
         raise PlanError(f"No layer matches {term!r}.{hint}")
     return found
 
@@ -107,7 +114,9 @@ def _counted(layers: Sequence[Layer], term: str) -> list[Layer]:
     if not number.isdigit() or int(number) < 1:
         raise PlanError(f"{term!r} needs a whole number of at least 1 behind the colon, as in 'last:4'.")
     if int(number) > len(countable):
-        raise PlanError(f"{term!r} asks for more than the {len(countable)} layers there are; say 'all' instead.")
+        raise PlanError(
+            f"{term!r} asks for more than the {len(countable)} layers there are; say 'all' instead."
+        )
     return countable[-int(number) :] if kind == "last" else countable[: int(number)]
 
 

@@ -47,10 +47,14 @@ def _check(model: nn.Module, method: Method, norm: str) -> None:
     if norm not in ("fixed", "affine", "batch"):
         raise PlanError(f"norm must be 'fixed', 'affine' or 'batch', not {norm!r}.")
     if is_applied(model):
-        raise PlanError("The model has a plan applied already; call gf.restore_(model) before planning again.")
+        raise PlanError(
+            "The model has a plan applied already; call gf.restore_(model) before planning again."
+        )
 
 
-def _row(layer: Layer, method: Method, chosen: bool, reached: bool, shape: tuple[int, ...] | None) -> LayerPlan:
+def _row(
+    layer: Layer, method: Method, chosen: bool, reached: bool, shape: tuple[int, ...] | None
+) -> LayerPlan:
     kind = type(layer.module).__name__
     if not reached:
         return LayerPlan(layer.name, kind, "frozen", Exact())
@@ -88,12 +92,16 @@ def apply_plan(model: Model, plan: Plan) -> Model:
     modules = dict(model.named_modules())
     missing = [row.name for row in plan.rows if not isinstance(modules.get(row.name), LAYERS)]
     if missing:
-        raise PlanError(f"The plan is for another model: it has no layer {missing[0]}.{nearest(missing[0], modules)}")
+        raise PlanError(
+            f"The plan is for another model: it has no layer {missing[0]}.{nearest(missing[0], modules)}"
+        )
     if is_applied(model):
         raise PlanError("The model has a plan applied already; call gf.restore_(model) first.")
     refused = [name for name, m in modules.items() if "forward" in m.__dict__ and isinstance(m, LAYERS)]
     if refused:
-        raise PlanError(f"Layer {refused[0]} has its forward replaced on the object; undo that before gf.apply_.")
+        raise PlanError(
+            f"Layer {refused[0]} has its forward replaced on the object; undo that before gf.apply_."
+        )
     trained = _trained_parameters(model, plan)
     methods = {row.name: row.method for row in plan.rows if row.action != "frozen"}
     fixed = {name for name in modules if isinstance(modules[name], NORMS)} - _region_norms(model, plan)
@@ -188,5 +196,7 @@ def apply_(
         return apply_plan(model, plan)
     from .costs import plan as plan_with_example
 
-    made = plan_with_example(model, plan, "all" if layers is None else layers, norm=norm or "fixed", example=example)
+    made = plan_with_example(
+        model, plan, "all" if layers is None else layers, norm=norm or "fixed", example=example
+    )
     return apply_plan(model, made)

@@ -1,8 +1,8 @@
 """On which grid does the layer that made a tensor want its gradient?
 
 Layers of a region answer through their autograd node (``node.wanted``, the patches of their output). Nodes of
-plain torch operators that only pass gradients on are looked through. Anything else wants the dense gradient, so
-a coarse gradient never reaches a node that would not expect it.
+plain torch operators that only pass gradients on are looked through. Anything else wants the dense gradient,
+so a coarse gradient never reaches a node that would not expect it.
 """
 
 from __future__ import annotations

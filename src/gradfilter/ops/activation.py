@@ -1,8 +1,8 @@
 """Activations on the grid.
 
-A gradient that is constant on a patch leaves an activation as constant * mean of f'. Gates (ReLU and its kin,
-whose slope is one of two numbers) keep how many pixels of each patch are open, one byte; on the dense grid, one
-bit per value. Smooth activations keep the mean slope.
+A gradient that is constant on a patch leaves an activation as constant * mean of f'. Gates (ReLU and its
+kin, whose slope is one of two numbers) keep how many pixels of each patch are open, one byte; on the dense
+grid, one bit per value. Smooth activations keep the mean slope.
 """
 
 from __future__ import annotations

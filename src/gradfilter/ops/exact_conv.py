@@ -26,7 +26,9 @@ class Want(NamedTuple):
     weight: bool
 
 
-def exact_backward(grad: Tensor, x: Tensor | None, weight: Tensor, geometry: ConvGeometry, want: Want) -> Gradients:
+def exact_backward(
+    grad: Tensor, x: Tensor | None, weight: Tensor, geometry: ConvGeometry, want: Want
+) -> Gradients:
     """torch's own convolution backward; ``x`` may be missing where only its shape matters."""
     axes = geometry.axes
     source = grad.new_empty(1).expand(geometry.x_shape) if x is None else x
@@ -37,7 +39,8 @@ def exact_backward(grad: Tensor, x: Tensor | None, weight: Tensor, geometry: Con
     output_padding = [0] * len(axes)
     if geometry.transposed:
         output_padding = [
-            a.size_in - ((a.size_out - 1) * a.stride - 2 * a.pad + a.dilation * (a.kernel - 1) + 1) for a in axes
+            a.size_in - ((a.size_out - 1) * a.stride - 2 * a.pad + a.dilation * (a.kernel - 1) + 1)
+            for a in axes
         ]
     x_grad, weight_grad, _ = torch.ops.aten.convolution_backward(
         grad,

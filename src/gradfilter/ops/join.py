@@ -1,8 +1,8 @@
 """Residual joins: z = a + b, where b came out of a gate and z goes into another.
 
-The gradient that returns to b passes both gates, and the mean of a product of masks is not the product of their
-means. So the second gate also counts the pixels where both are open, and tells the join what b gets: the share of
-b's open pixels where z is open too, instead of the share of all pixels.
+The gradient that returns to b passes both gates, and the mean of a product of masks is not the product of
+their means. So the second gate also counts the pixels where both are open, and tells the join what b gets:
+the share of b's open pixels where z is open too, instead of the share of all pixels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gated(NamedTuple):
     """A tensor that came out of a gate: which of its pixels are open, and how many of each patch."""
 
     is_open: Callable[[Tensor], Tensor]
-    count: Tensor
+    open_count: Tensor
 
 
 def gated(x: Tensor, grid: Grid) -> Gated | None:
@@ -64,7 +64,7 @@ def gated_term(z: Tensor, grid: Grid) -> tuple[Tensor, Tensor] | None:
     if term is None or term._version != node.version:
         return None
     known = gated(term, grid)
-    return None if known is None else (known.is_open(term), known.count)
+    return None if known is None else (known.is_open(term), known.open_count)
 
 
 class _Join(torch.autograd.Function):
@@ -82,7 +82,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
-        if isinstance(grad, CoarseGradient) and grad.gated_values is not None:
-            plain = CoarseGradient(grad.values, grad.grid)
-            return plain, CoarseGradient(grad.gated_values, grad.grid), None, None, None
+        if isinstance(grad, CoarseGradient) and grad.gated_means is not None:
+            plain = CoarseGradient(grad.means, grad.grid)
+            return plain, CoarseGradient(grad.gated_means, grad.grid), None, None, None
         return grad, grad, None, None, None

@@ -127,8 +127,8 @@ def _through_followers(grad: Tensor, grid: Grid, followers: Followers, slope: Te
 def _remembered_scale(norm: Any, like: Tensor) -> Tensor:
     """The norm's scale, worked out again only when its statistics or parameters have changed."""
     var, weight = norm.running_var, norm.weight
-    state = (var.data_ptr(), var._version, like.dtype, like.dim())
-    state += () if weight is None else (weight.data_ptr(), weight._version)
+    state = [var.data_ptr(), var._version, like.dtype, like.dim()]
+    state += [] if weight is None else [weight.data_ptr(), weight._version]
     known = norm.__dict__.get("gradfilter_scale")
     if known is None or known[0] != state:
         known = norm.__dict__["gradfilter_scale"] = (state, fixed_scale(var, weight, norm.eps, like))
@@ -139,5 +139,5 @@ def _remembered_scale(norm: Any, like: Tensor) -> Tensor:
 def _bias_gradient(grad: Tensor) -> Tensor:
     dims = [0, *range(2, grad.dim())]
     if isinstance(grad, CoarseGradient):
-        return (grad.values * pixels(grad.grid, grad.values)).sum(dims)
+        return (grad.means * pixels(grad.grid, grad.means)).sum(dims)
     return grad.sum(dims)

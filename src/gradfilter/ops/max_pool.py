@@ -19,21 +19,27 @@ from .refusal import first_derivative_only
 
 __all__ = ["PoolWindow", "max_pool"]
 
-_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_POOLS: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 class PoolWindow:
     """Kernel, stride, padding and dilation of a pooling, one number per axis."""
 
     def __init__(
-        self, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool
+        self,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        ceil: bool,
     ) -> None:
         self.kernel, self.stride, self.padding = tuple(kernel), tuple(stride), tuple(padding)
         self.dilation, self.ceil = tuple(dilation), ceil
 
     def run(self, x: Tensor, return_indices: bool) -> Any:
-        pooling = _POOLS[len(self.kernel)]
-        return pooling(x, self.kernel, self.stride, self.padding, self.dilation, self.ceil, return_indices)
+        return _POOLS[len(self.kernel)](
+            x, self.kernel, self.stride, self.padding, self.dilation, self.ceil, return_indices
+        )
 
     def tiles(self, grid: Grid, shape: Sequence[int]) -> bool:
         """Whether windows tile the patches, so that each pixel gets its share wherever the maximum lies."""
@@ -76,8 +82,8 @@ class _TiledMax(torch.autograd.Function):
 class _CountedMax(torch.autograd.Function):
     """Keeps, for each patch of the output and each patch of the input near it, a byte: the maxima there.
 
-    Behind a gate only maxima in open pixels count, and each patch is told what its open pixels get, because the
-    gate will multiply by its open share.
+    Behind a gate only maxima in open pixels count, and each patch is told what its open pixels get, because
+    the gate will multiply by its open share.
     """
 
     @staticmethod
@@ -91,7 +97,7 @@ class _CountedMax(torch.autograd.Function):
             neighbour.masked_fill_(gate.is_open(y).logical_not_(), -1)
             ctx.gate, ctx.gate_index = gate.is_open, 0
         counts = _count_each(neighbour, prod(ctx.reach), ctx.out_grid)
-        ctx.save_for_backward(counts, None if gate is None else gate.count)
+        ctx.save_for_backward(counts, None if gate is None else gate.open_count)
         return y
 
     @staticmethod
@@ -107,12 +113,13 @@ class _CountedMax(torch.autograd.Function):
         ]
         total = values.new_zeros(*values.shape[:2], *width)
         for k, shift in enumerate(product(*map(range, ctx.reach))):
-            lattice = tuple(
+            lattice: list[Any] = [
                 slice(a, a + s * (p - 1) + 1, s) for a, s, p in zip(shift, steps, patches_out, strict=True)
-            )
+            ]
             total[(..., *lattice)] += values * counts[k]
-        real = tuple(slice(b, b + q) for b, q in zip(before, patches_in, strict=True))
-        sums = total[(..., *real)]
+        sums = total
+        for i, (b, q) in enumerate(zip(before, patches_in, strict=True)):
+            sums = sums.narrow(i + 2, b, q)
         share = pixels(ctx.grid, sums) if open_count is None else open_count.to(sums.dtype).clamp_(min=1)
         return CoarseGradient(sums / share, ctx.grid), None, None, None
 

@@ -30,7 +30,12 @@ def batch_norm(
     """Batch norm with fixed or with batch statistics."""
     grid = wanted_grid(x)
     affine = any(p is not None and p.requires_grad for p in (weight, bias))
-    if not training and running_mean is not None and running_var is not None and not (grid.is_dense and affine):
+    if (
+        not training
+        and running_mean is not None
+        and running_var is not None
+        and not (grid.is_dense and affine)
+    ):
         result: Tensor = _FixedNorm.apply(x, running_mean, running_var, weight, bias, eps, grid)
         return result
     if grid.is_dense or not training:
@@ -122,7 +127,9 @@ class _BatchNorm(torch.autograd.Function):
         bias_grad, weight_grad = _over_pixels(sums), _over_pixels(sums * x_hat)
         count = ctx.grid.shape[0] * _pixel_count(ctx.grid)
         scale = rstd if weight is None else rstd * weight
-        centred = values - _per_channel(bias_grad / count, dims) - x_hat * _per_channel(weight_grad / count, dims)
+        centred = (
+            values - _per_channel(bias_grad / count, dims) - x_hat * _per_channel(weight_grad / count, dims)
+        )
         x_grad = (centred * _per_channel(scale, dims)).to(values.dtype)
         return CoarseGradient(x_grad, ctx.grid), None, None, weight_grad, bias_grad, None, None, None
 

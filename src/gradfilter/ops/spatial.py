@@ -61,7 +61,7 @@ class _SpatiallyLinear(torch.autograd.Function):
         first_derivative_only()
         source, values = Grid.dense(ctx.out_shape), grad
         if isinstance(grad, CoarseGradient):
-            source, values = grad.grid, grad.values
+            source, values = grad.grid, grad.means
         patches = list(ctx.grid.patches)
         lead = len(patches) - len(ctx.along)
         for i, operator in enumerate(ctx.along):
@@ -107,7 +107,9 @@ def _coarse_matrix(keyed: _Keyed, size_in: int, in_patch: int, size_out: int, ou
     return to_patches @ keyed.matrix(size_in) @ from_patches / to_patches.sum(1, keepdim=True)
 
 
-def spatial_mean(x: Tensor, dims: Sequence[int], keepdim: bool, function: Callable[[Tensor], Tensor]) -> Tensor:
+def spatial_mean(
+    x: Tensor, dims: Sequence[int], keepdim: bool, function: Callable[[Tensor], Tensor]
+) -> Tensor:
     """The mean over ``dims``; its gradient is one patch as large as the map."""
     result: Tensor = _SpatialMean.apply(x, tuple(d % x.dim() for d in dims), keepdim, function)
     return result

@@ -72,7 +72,9 @@ def work_axis(axis: ConvAxis, patch: int, in_patch: int) -> WorkAxis:
     for side in range(patch, finest - 1, -1):
         if patch % side == 0 and in_patch % (side * axis.stride) == 0 and _is_uniform(axis, side):
             return _uniform(axis, side)
-    if (axis.size_in + 2 * axis.pad - axis.dilation * (axis.kernel - 1) - 1) // axis.stride + 1 != axis.size_out:
+    if (
+        axis.size_in + 2 * axis.pad - axis.dilation * (axis.kernel - 1) - 1
+    ) // axis.stride + 1 != axis.size_out:
         landings = [[axis.offset(k)] for k in range(axis.kernel)]
         return _padded_alike(landings, axis.size_in, axis.size_out, 1, 1, axis.stride)
     shares = torch.eye(axis.kernel, dtype=torch.float64)
@@ -113,5 +115,7 @@ def _padded_alike(
 def tap_matrix(axes: tuple[WorkAxis, ...]) -> Tensor | None:
     """All taps to all columns of the coarse kernel; None where that changes nothing."""
     matrix = reduce(torch.kron, [axis.shares for axis in axes])
-    same = matrix.shape[0] == matrix.shape[1] and torch.equal(matrix, torch.eye(len(matrix), dtype=matrix.dtype))
+    same = matrix.shape[0] == matrix.shape[1] and torch.equal(
+        matrix, torch.eye(len(matrix), dtype=matrix.dtype)
+    )
     return None if same else matrix
