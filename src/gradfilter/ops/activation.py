@@ -54,14 +54,17 @@ class Gate(NamedTuple):
         return None
 
     def after(self, y: Tensor, grid: Grid) -> Tensor:
-        is_open = self.is_open(y)
-        return pack(is_open) if grid.is_dense else _count(is_open, grid)
+        openness = self.openness(y)
+        return pack(openness != 0) if grid.is_dense else count_open(openness, grid)
 
-    def is_open(self, y: Tensor) -> Tensor:
-        is_open = y > self.low
-        if self.high != float("inf"):
-            is_open &= y < self.high
-        return is_open
+    def openness(self, y: Tensor) -> Tensor:
+        """1 where the gate is open, 0 where it is shut; torch's backward of such gates makes it in one pass."""
+        one = y.new_ones(1).expand(y.shape)
+        if self.high == float("inf"):
+            above: Tensor = torch.ops.aten.threshold_backward(one, y, self.low)
+            return above
+        between: Tensor = torch.ops.aten.hardtanh_backward(one, y, self.low, self.high)
+        return between
 
     def shuts(self, grid: Grid) -> bool:
         """Whether nothing passes where it is shut, and patches are counted."""
@@ -121,9 +124,9 @@ class _Activation(torch.autograd.Function):
         kept = kind.after(y, grid) if kept is None else kept
         joint: tuple[Tensor, ...] = ()
         if isinstance(kind, Gate) and kind.shuts(grid):
-            ctx.gate, ctx.gate_index = kind.is_open, 0
+            ctx.gate, ctx.gate_index = kind.openness, 0
             if term is not None:
-                joint = (_count(kind.is_open(y) & term[0], grid), term[1])
+                joint = (count_open(kind.openness(y).mul_(term[0]), grid), term[1])
         ctx.save_for_backward(kept, *joint)
         ctx.kind, ctx.grid, ctx.wanted = kind, grid, grid.patches
         return y
@@ -143,11 +146,12 @@ class _Activation(torch.autograd.Function):
         return CoarseGradient(values, ctx.grid, gated), None, None, None, None, None
 
 
-def _count(is_open: Tensor, grid: Grid) -> Tensor:
+def count_open(openness: Tensor, grid: Grid) -> Tensor:
     """How many pixels of each patch are open, in the smallest integer that holds a full patch."""
-    share = pool(is_open.to(torch.float32), grid)
-    count = share.mul_(pixels(grid, share)).round_()
-    return count.to(torch.uint8 if prod(grid.patches) < 256 else torch.int32)
+    if openness.dtype in (torch.float16, torch.bfloat16):
+        openness = openness.float()  # a count may need more digits than these have
+    share = pool(openness, grid)
+    return share.mul_(pixels(grid, share)).round_().to(torch.uint8 if prod(grid.patches) < 256 else torch.int32)
 
 
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
@@ -162,7 +166,7 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
 class _PReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, grid: Grid) -> Tensor:
-        kept = [weight, _count(x > 0, grid)]
+        kept = [weight, count_open(Gate().openness(x), grid)]
         if ctx.needs_input_grad[1]:
             kept.append(pool(x.clamp(max=0), grid))
         ctx.save_for_backward(*kept)

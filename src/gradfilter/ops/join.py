@@ -23,22 +23,22 @@ __all__ = ["Gated", "add", "gated", "gated_term"]
 
 
 class Gated(NamedTuple):
-    """A tensor that came out of a gate: which of its pixels are open, and how many of each patch."""
+    """A tensor that came out of a gate: 1 for its open pixels and 0 for the others, and how many a patch has."""
 
-    is_open: Callable[[Tensor], Tensor]
+    openness: Callable[[Tensor], Tensor]
     open_count: Tensor
 
 
 def gated(x: Tensor, grid: Grid) -> Gated | None:
     """What is known of x if it came out of a gate (which lets nothing pass when shut) on this grid."""
     node: Any = x.grad_fn
-    is_open = getattr(node, "gate", None)
-    if is_open is None or node.wanted != grid.patches:
+    openness = getattr(node, "gate", None)
+    if openness is None or node.wanted != grid.patches:
         return None
     count: Tensor = node.saved_tensors[node.gate_index]
     if count.dim() > x.dim():  # max pooling counts by neighbour
         count = count.sum(0, dtype=count.dtype)
-    return Gated(is_open, count)
+    return Gated(openness, count)
 
 
 def add(a: Tensor, b: Tensor, inplace: bool) -> Tensor | None:
@@ -64,7 +64,10 @@ def gated_term(z: Tensor, grid: Grid) -> tuple[Tensor, Tensor] | None:
     if term is None or term._version != node.version:
         return None
     known = gated(term, grid)
-    return None if known is None else (known.is_open(term), known.open_count)
+    if known is None:
+        return None
+    with torch.no_grad():
+        return known.openness(term), known.open_count
 
 
 class _Join(torch.autograd.Function):

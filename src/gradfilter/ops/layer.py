@@ -80,7 +80,7 @@ class _Layer(torch.autograd.Function):
             y = followers.run_activation(y)
             slope = followers.slope.after(y, ctx.grid) if slope is None else slope
         if isinstance(followers.slope, Gate) and followers.slope.shuts(ctx.grid):
-            ctx.gate, ctx.gate_index = followers.slope.is_open, 1
+            ctx.gate, ctx.gate_index = followers.slope.openness, 1
         ctx.save_for_backward(weight, slope, *kept)
         ctx.call, ctx.coarse_input, ctx.dtypes = call, coarse_input, (x.dtype, weight.dtype)
         ctx.absorbed = (followers.norm, followers.activation)

@@ -94,8 +94,8 @@ class _CountedMax(torch.autograd.Function):
         ctx.first, ctx.reach = _neighbours(window, grid, ctx.out_grid)
         neighbour = _neighbour_of_maximum(index, x.shape, ctx.out_grid, grid, window, ctx.first, ctx.reach)
         if gate is not None:
-            neighbour.masked_fill_(gate.is_open(y).logical_not_(), -1)
-            ctx.gate, ctx.gate_index = gate.is_open, 0
+            neighbour.masked_fill_(gate.openness(y) == 0, -1)
+            ctx.gate, ctx.gate_index = gate.openness, 0
         counts = _count_each(neighbour, prod(ctx.reach), ctx.out_grid)
         ctx.save_for_backward(counts, None if gate is None else gate.open_count)
         return y
