@@ -1,7 +1,7 @@
 """What a convolution or linear layer asks of torch, read off the call it makes.
 
-Looking at the call rather than at the module serves every subclass with a forward of its own: padding worked out
-on the way, weights normalised or reparametrised.
+Looking at the call rather than at the module serves every subclass with a forward of its own: padding worked
+out on the way, weights normalised or reparametrised.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PerAxis = int | tuple[int, ...]
 class Asked:
     """One call of a convolution function or ``F.linear``; ``run(x, weight, bias)`` is that call.
 
-    x has its batch, and its map where that is known, so ``undo`` gives the result its shape back. ``channel`` is
+    x has its batch, and its map where that is known; ``undo`` gives the result its shape back. ``channel`` is
     the dimension of x that holds channels.
     """
 
@@ -59,7 +59,9 @@ def asked(func: Any, args: Any, kwargs: Any, tokens: tuple[int, int] | None = No
     return found
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, tokens: tuple[int, int] | None) -> Asked:
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, tokens: tuple[int, int] | None
+) -> Asked:
     x, undo = input, None
     if x.dim() == 3 and tokens and tokens[0] * tokens[1] == x.shape[1]:
         x, undo = x.view(x.shape[0], *tokens, x.shape[2]), lambda y: y.flatten(1, 2)

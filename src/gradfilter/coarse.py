@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_any, tree_map
 
-from .grid import Grid, expand, pixels, pool, regrid
+from .grid import Grid, common_patches, expand, pixels, pool, regrid
 
 __all__ = ["CoarseGradient", "count_fallbacks", "densify", "onto"]
 
@@ -172,19 +172,21 @@ def _slice_backward(a: Any, sizes: Sequence[int], dim: int, start: int, end: int
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     if tree_any(lambda t: not isinstance(t, CoarseGradient), list(tensors)):
         return NotImplemented
-    grids = {t.grid.patches for t in tensors}
-    if len(grids) != 1 or tensors[0].grid.patches[dim] != 1:
+    if any(t.grid.patches[dim] != 1 for t in tensors):
         return NotImplemented
+    patches = tensors[0].grid.patches
+    for t in tensors[1:]:
+        patches = common_patches(t.grid.shape, patches, t.grid.patches)
     shape = list(tensors[0].grid.shape)
     shape[dim] = sum(t.grid.shape[dim] for t in tensors)
-    values = torch.cat([t.means for t in tensors], dim)
-    return CoarseGradient(values, Grid(tuple(shape), grids.pop()))
+    values = torch.cat([regrid(t.means, t.grid, Grid.of(t.grid.shape, patches)) for t in tensors], dim)
+    return CoarseGradient(values, Grid(tuple(shape), patches))
 
 
 def _view(a: CoarseGradient, size: Sequence[int]) -> Any:
     """Regroup leading dimensions (as channel shuffle does) while the pooled ones stay as they are."""
-    if not a.grid.pooled:
-        return NotImplemented
+    if a.grid.is_dense:
+        return a.means.reshape(size)
     first = a.grid.pooled[0]
     tail = a.dim() - first
     size = list(size)

@@ -19,6 +19,7 @@ from torch import Tensor
 __all__ = [
     "Grid",
     "apply_along",
+    "common_patches",
     "expand",
     "overlap_matrix",
     "per_axis",
@@ -77,7 +78,16 @@ class Grid:
         """The coarsest grid that both refine to."""
         if self.patches == other.patches:
             return self
-        return Grid(self.shape, tuple(gcd(a, b) for a, b in zip(self.patches, other.patches, strict=True)))
+        return Grid.of(self.shape, common_patches(self.shape, self.patches, other.patches))
+
+
+def common_patches(shape: Sequence[int], a: Patches, b: Patches) -> Patches:
+    """The largest patches that both refine to; a patch that covers its dimension refines to any.
+
+    >>> common_patches((8, 64, 7, 6), (1, 1, 8, 4), (1, 1, 2, 2))
+    (1, 1, 2, 2)
+    """
+    return tuple(q if p >= n else p if q >= n else gcd(p, q) for n, p, q in zip(shape, a, b, strict=True))
 
 
 def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:

@@ -44,13 +44,13 @@ class RegionModule:
     gradfilter_base: type[nn.Module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return _run_uncompiled(self, *args, **kwargs)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
         with region():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -64,8 +64,6 @@ class RegionLayer(RegionModule):
     gradfilter_method: Method
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return super()._run(*args, **kwargs)
         with _LayerCalls(self.gradfilter_method):
             return super()._run(*args, **kwargs)
 
@@ -107,11 +105,9 @@ class FixedNorm(RegionModule):
 
 
 class RegionSequential(RegionModule):
-    """A plain ``nn.Sequential``: what follows a layer in it reads that layer alone, so both run as one node."""
+    """A plain ``nn.Sequential``: what follows a layer reads that layer alone, so both run as one node."""
 
     def _run(self, x: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return super()._run(x)
         modules, done = list(self._modules.values()), 0  # type: ignore[attr-defined]
         with region():
             while done < len(modules):
@@ -126,7 +122,7 @@ class RegionSequential(RegionModule):
 
 
 def _followers(layer: nn.Module, modules: list[nn.Module]) -> Followers:
-    """The norm and the activation, if any, that can be run with the layer; hooks must see what is in between."""
+    """The norm and the activation that can be run with the layer; where there are hooks, none."""
     if not (isinstance(layer, RegionLayer) and _can_join(layer, _LAYER_FORWARDS)):
         return NOBODY
     norm = modules.pop(0) if modules and _is_constant_norm(modules[0]) else None
@@ -145,7 +141,7 @@ def _can_join(module: nn.Module, forwards: Sequence[Callable[..., Any]]) -> bool
         and base.forward in forwards
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
-        and not _has_any_global_hook()  # type: ignore[no-untyped-call]
+        and not _has_any_global_hook()
     )
 
 
@@ -192,12 +188,11 @@ def region_class(base: Any, role: Any) -> type[nn.Module]:
     return type(base.__name__, (role, base), members)
 
 
-def _rebuild(base: type[nn.Module], role: type[RegionModule]) -> nn.Module:
+def _rebuild(base: Any, role: Any) -> nn.Module:
     cls = region_class(base, role)
     return cls.__new__(cls)
 
 
 def _run_uncompiled(module: RegionModule, *args: Any, **kwargs: Any) -> Any:
-    """torch.compile leaves the region to run as it is: what it keeps depends on the graph that autograd builds."""
-    run = torch.compiler.disable(module._run)  # type: ignore[no-untyped-call]
-    return run(*args, **kwargs)
+    """torch.compile leaves a region as it is: what that keeps depends on the graph that autograd builds."""
+    return torch.compiler.disable(module._run)(*args, **kwargs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .methods import Method
@@ -26,8 +27,8 @@ class LayerCost:
 class LayerPlan:
     """One row: train it, pass gradients through it, or leave it frozen with nothing to do.
 
-    ``reason`` says why a layer that was asked to use a method stays exact. Costs are there if the plan was made
-    with an example input.
+    ``reason`` says why a layer that was asked to use a method stays exact. Costs are there if the plan was
+    made with an example input.
     """
 
     name: str
@@ -43,6 +44,8 @@ class LayerPlan:
 class Plan:
     """What ``apply_`` will do. Printing it gives the table; ``rows`` has one entry per layer in order.
 
+    norms: the norms that train, as the policy ``norm`` says. other: costs of all modules that are not layers.
+
     >>> from gradfilter import Exact
     >>> print(Plan((LayerPlan("conv", "Conv2d", "train", Exact()),)))
     layer  kind    action  method
@@ -51,7 +54,8 @@ class Plan:
 
     rows: tuple[LayerPlan, ...]
     norm: NormPolicy = "fixed"
-    other: tuple[LayerCost, LayerCost] | None = field(default=None)
+    norms: tuple[str, ...] = ()
+    other: tuple[LayerCost, LayerCost] | None = None
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -60,9 +64,17 @@ class Plan:
     @property
     def kept(self) -> tuple[int, int]:
         """Bytes kept by the whole model, before and after."""
-        pairs = [(row.before, row.after) for row in self.rows] + ([self.other] if self.other else [])
-        known = [(before, after) for before, after in pairs if before and after]
-        return sum(before.kept for before, _ in known), sum(after.kept for _, after in known)
+        before, after = self.total
+        return before.kept, after.kept
+
+    @property
+    def total(self) -> tuple[LayerCost, LayerCost]:
+        """The costs of the whole model, before and after."""
+        pairs = [(row.before, row.after) for row in self.rows]
+        pairs += [self.other] if self.other else []
+        before = [cost for cost, _ in pairs if cost]
+        after = [cost for _, cost in pairs if cost]
+        return _sum(before), _sum(after)
 
     def with_costs(
         self, costs: dict[str, tuple[LayerCost, LayerCost]], other: tuple[LayerCost, LayerCost]
@@ -74,35 +86,41 @@ class Plan:
         return replace(self, rows=tuple(rows), other=other)
 
     def __str__(self) -> str:
-        costed = any(row.after is not None for row in self.rows)
         head = ["layer", "kind", "action", "method"]
-        if costed:
-            head += ["kept", "-> kept", "backward", "-> backward"]
         reasons = any(row.reason for row in self.rows)
-        head += ["reason"] if reasons else []
-        lines = [head]
+        head += ["kept", "-> kept", "backward", "-> backward"] if self.other else []
+        lines = [head + ["reason"] * reasons]
         for row in self.rows:
             method = "" if row.action == "frozen" else str(row.method)
             lines.append([row.name, row.kind, row.action, method])
-            lines[-1] += _cost_cells(row.before, row.after) if costed else []
-            lines[-1] += [row.reason] if reasons else []
-        if costed and self.other:
+            lines[-1] += _cost_cells(row.before, row.after) if self.other else []
+            lines[-1] += [row.reason] * reasons
+        if self.other:
+            before, after = self.total
             lines.append(["(other modules)", "", "", "", *_cost_cells(*self.other)])
-            before, after = self.kept
-            share = f"{after / before:.3f}x" if before else ""
-            lines.append(["total kept", "", "", "", format_bytes(before), format_bytes(after), share, ""])
+            lines.append(["total", "", "", "", *_cost_cells(before, after)])
+            shares = _share(before.kept, after.kept), _share(before.backward_macs, after.backward_macs)
+            lines.append(["of exact", "", "", "", "", shares[0], "", shares[1]])
         return table(lines)
+
+
+def _sum(costs: Sequence[LayerCost]) -> LayerCost:
+    return LayerCost(
+        sum(cost.kept for cost in costs),
+        sum(cost.forward_macs for cost in costs),
+        sum(cost.backward_macs for cost in costs),
+    )
+
+
+def _share(before: int, after: int) -> str:
+    return f"{after / before:.3f}x" if before else ""
 
 
 def _cost_cells(before: LayerCost | None, after: LayerCost | None) -> list[str]:
     if before is None or after is None:
         return ["", "", "", ""]
-    return [
-        format_bytes(before.kept),
-        format_bytes(after.kept),
-        format_count(before.backward_macs),
-        format_count(after.backward_macs),
-    ]
+    kept = [format_bytes(before.kept), format_bytes(after.kept)]
+    return [*kept, format_count(before.backward_macs), format_count(after.backward_macs)]
 
 
 def format_bytes(count: int) -> str:
@@ -111,14 +129,12 @@ def format_bytes(count: int) -> str:
     >>> format_bytes(0), format_bytes(2048), format_bytes(5 * 2**20)
     ('0', '2.0 KiB', '5.0 MiB')
     """
-    if count < 1024:
-        return str(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        count_f = count / 1024
-        if count_f < 1024 or unit == "GiB":
-            return f"{count_f:.1f} {unit}"
-        count //= 1024
-    return str(count)
+    size = float(count)
+    for unit in ("", " KiB", " MiB"):
+        if size < 1024:
+            return f"{size:.1f}{unit}" if unit else str(count)
+        size /= 1024
+    return f"{size:.1f} GiB"
 
 
 def format_count(count: int) -> str:
@@ -128,11 +144,11 @@ def format_count(count: int) -> str:
     '1.2 M'
     """
     size = float(count)
-    for unit in ("", " k", " M", " G"):
-        if size < 1000 or unit == " G":
+    for unit in ("", " k", " M"):
+        if size < 1000:
             return f"{size:.1f}{unit}" if unit else str(count)
         size /= 1000
-    return str(count)
+    return f"{size:.1f} G"
 
 
 def table(lines: list[list[str]]) -> str:

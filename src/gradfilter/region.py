@@ -55,7 +55,11 @@ class _Region(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         handler = _table().get(func)
-        if handler is None or not torch.is_grad_enabled() or not any(map(_needs_gradient, args[:2])):
+        if handler is None or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if "input" in kwargs:
+            args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
+        if not any(map(_needs_gradient, (*args[:2], kwargs.get("other")))):
             return func(*args, **kwargs)
         return handler(func, *args, **kwargs)
 
@@ -121,8 +125,6 @@ def _direct(function: Handler) -> Handler:
     """Our function takes the very arguments of torch's."""
 
     def handle(func: Any, *args: Any, **kwargs: Any) -> Any:
-        if "input" in kwargs:
-            args = (kwargs.pop("input"), *args)
         return function(*args, **kwargs)
 
     return handle
@@ -258,24 +260,24 @@ def _mean(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs
     return spatial_mean(x, list(dims), keepdim, run)
 
 
-def _mul(func: Any, a: Any, b: Any) -> Any:
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return func(a, b)
-    return multiply(a, b)
+def _mul(func: Any, x: Any, other: Any) -> Any:
+    if not (isinstance(x, Tensor) and isinstance(other, Tensor)):
+        return func(x, other)
+    return multiply(x, other)
 
 
 def _add(inplace: bool = False) -> Handler:
-    def handle(func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+    def handle(func: Any, x: Any, other: Any, **kwargs: Any) -> Any:
         joined = None
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and not kwargs:
-            joined = add(a, b, inplace)
-        return func(a, b, **kwargs) if joined is None else joined
+        if isinstance(x, Tensor) and isinstance(other, Tensor) and not kwargs:
+            joined = add(x, other, inplace)
+        return func(x, other, **kwargs) if joined is None else joined
 
     return handle
 
 
 def _dropout(func: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return func(x, p, training, inplace) if not training or inplace else dropout(x, p)
+    return dropout(x, p, inplace) if training else func(x, p, training, inplace)
 
 
 @lru_cache(maxsize=1)

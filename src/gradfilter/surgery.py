@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from .calls import conv_geometry
 from .errors import PlanError, nearest
+from .geometry import ConvGeometry
 from .methods import Exact, Method
-from .modules import LAYERS, NORMS, FixedNorm, RegionLayer, RegionModule, geometry_of, region_class, role_of
-from .plans import LayerPlan, NormPolicy, Plan
+from .modules import BATCH_NORMS, LAYERS, NORMS, FixedNorm, RegionLayer, RegionModule, region_class, role_of
+from .plans import Action, LayerPlan, NormPolicy, Plan
 from .selection import Layer, Layers, layers_of, select
+from .trace import Trace, trace
 
-__all__ = ["apply_", "is_applied", "make_plan", "restore_"]
+__all__ = ["apply_", "apply_plan", "make_plan", "restore_", "trained_parameters"]
 
 Model = TypeVar("Model", bound=nn.Module)
 _RECORD = "gradfilter_record"
@@ -24,19 +28,21 @@ def make_plan(
     layers: Layers = "all",
     *,
     norm: NormPolicy = "fixed",
-    executed: list[str] | None = None,
-    shapes: dict[str, tuple[int, ...]] | None = None,
+    example: Tensor | None = None,
 ) -> Plan:
-    """A plan without costs; ``executed`` and ``shapes`` (inputs by layer) come from a traced example."""
+    """A plan without costs."""
     _check(model, method, norm)
-    shapes = shapes or {}
-    found = layers_of(model, executed, [name for name, shape in shapes.items() if len(shape) == 2])
+    seen = None
+    if example is not None:
+        seen = trace(model, example, lambda copied: copied.requires_grad_(True), lambda _: method.tokens)
+    found = layers_of(model, seen)
     chosen = {layer.name for layer in select(found, layers)}
     rows, reached = [], False
     for layer in found:
         reached = reached or layer.name in chosen
-        rows.append(_row(layer, method, layer.name in chosen, reached, shapes.get(layer.name)))
-    return Plan(tuple(rows), norm)
+        rows.append(_row(layer, method, layer.name in chosen, reached))
+    norms = () if norm == "fixed" else _norms_behind(model, chosen, seen)
+    return Plan(tuple(rows), norm, norms)
 
 
 def _check(model: nn.Module, method: Method, norm: str) -> None:
@@ -46,107 +52,130 @@ def _check(model: nn.Module, method: Method, norm: str) -> None:
         raise PlanError(f"A plan needs a method such as gf.GradientFilter(patch=2), not {method!r}.")
     if norm not in ("fixed", "affine", "batch"):
         raise PlanError(f"norm must be 'fixed', 'affine' or 'batch', not {norm!r}.")
-    if is_applied(model):
-        raise PlanError(
-            "The model has a plan applied already; call gf.restore_(model) before planning again."
-        )
+    _check_unchanged(model)
 
 
-def _row(
-    layer: Layer, method: Method, chosen: bool, reached: bool, shape: tuple[int, ...] | None
-) -> LayerPlan:
+def _check_unchanged(model: nn.Module) -> None:
+    if any(isinstance(module, RegionModule) for module in model.modules()):
+        raise PlanError("The model has a plan applied already; call gf.restore_(model) first.")
+
+
+def _row(layer: Layer, method: Method, chosen: bool, reached: bool) -> LayerPlan:
     kind = type(layer.module).__name__
+    if not layer.runs:
+        return LayerPlan(layer.name, kind, "frozen", Exact(), "does not run on the example")
     if not reached:
         return LayerPlan(layer.name, kind, "frozen", Exact())
-    own = method.for_layer(layer.name)
-    reason = _why_exact(layer, own, shape)
-    return LayerPlan(layer.name, kind, "train" if chosen else "pass", Exact() if reason else own, reason)
+    action: Action = "train" if chosen else "pass"
+    reason = "" if isinstance(method, Exact) else _why_exact(layer)
+    own = Exact() if reason else method.for_layer(layer.name)
+    refusals = [own.refuses(geometry) for geometry in _geometries(layer)]
+    reason = reason or next(filter(None, refusals), "")
+    return LayerPlan(layer.name, kind, action, Exact() if reason else own, reason)
 
 
-def _why_exact(layer: Layer, method: Method, shape: tuple[int, ...] | None) -> str:
-    if isinstance(method, Exact):
-        return ""
-    if isinstance(layer.module, nn.Linear):
-        if layer.head:
-            return "plain features have no map"
-        if shape and len(shape) == 3 and not method.tokens:
-            return "tokens without a known map; set tokens=(H, W)"
-        return "plain features have no map" if shape and len(shape) == 2 else ""
-    if shape is None:
-        shape = (1, layer.module.in_channels, *[64] * len(layer.module.kernel_size))  # type: ignore[attr-defined,arg-type]
-    return method.refuses(geometry_of(layer.module, _batched(shape, layer.module))) or ""
+def _why_exact(layer: Layer) -> str:
+    if not layer.calls:
+        return "plain features have no map" if layer.head else ""
+    return next((call.why_exact for call in layer.calls if call.why_exact), "")
 
 
-def _batched(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...]:
-    spatial = len(module.kernel_size)  # type: ignore[arg-type]
-    return shape if len(shape) == spatial + 2 else (1, *shape)
+def _geometries(layer: Layer) -> list[ConvGeometry]:
+    """Those of the layer's calls; where they are not known, one of a likely size."""
+    conv: Any = layer.module
+    if layer.calls or isinstance(conv, nn.Linear):
+        return [call.geometry for call in layer.calls]
+    shape = (1, conv.in_channels, *[64] * len(conv.kernel_size))
+    output_padding = conv.output_padding if conv.transposed else None
+    settings = (conv.stride, conv.padding, conv.dilation, conv.groups, output_padding)
+    return [conv_geometry(shape, conv.out_channels, conv.kernel_size, *settings)]
 
 
-def is_applied(model: nn.Module) -> bool:
-    """Whether the model, or a part of it, has a plan applied."""
-    return any(isinstance(module, RegionModule) for module in model.modules())
+def _norms_behind(model: nn.Module, trained: set[str], seen: Trace | None) -> tuple[str, ...]:
+    """The norms that belong to trained layers: those that run behind one and before the next layer."""
+    modules = dict(model.named_modules())
+    names, owned = [], False
+    for name in seen.executed if seen else modules:
+        if isinstance(modules[name], LAYERS):
+            owned = name in trained
+        elif isinstance(modules[name], NORMS) and owned:
+            names.append(name)
+    return tuple(dict.fromkeys(names))
+
+
+def trained_parameters(model: nn.Module, plan: Plan) -> set[int]:
+    """The ids of the parameters that train."""
+    modules = dict(model.named_modules())
+    return {
+        id(parameter) for name in (*plan.trained, *plan.norms) for parameter in modules[name].parameters()
+    }
 
 
 def apply_plan(model: Model, plan: Plan) -> Model:
     """Change the model as planned, or raise and leave it as it was."""
     modules = dict(model.named_modules())
-    missing = [row.name for row in plan.rows if not isinstance(modules.get(row.name), LAYERS)]
-    if missing:
-        raise PlanError(
-            f"The plan is for another model: it has no layer {missing[0]}.{nearest(missing[0], modules)}"
-        )
-    if is_applied(model):
-        raise PlanError("The model has a plan applied already; call gf.restore_(model) first.")
-    refused = [name for name, m in modules.items() if "forward" in m.__dict__ and isinstance(m, LAYERS)]
-    if refused:
-        raise PlanError(
-            f"Layer {refused[0]} has its forward replaced on the object; undo that before gf.apply_."
-        )
-    trained = _trained_parameters(model, plan)
+    _check_unchanged(model)
+    _check_same_model(modules, plan)
+    _check_changeable(modules)
+    trained = trained_parameters(model, plan)
     methods = {row.name: row.method for row in plan.rows if row.action != "frozen"}
-    fixed = {name for name in modules if isinstance(modules[name], NORMS)} - _region_norms(model, plan)
-    if plan.norm != "batch":
-        fixed = {name for name in modules if isinstance(modules[name], NORMS)}
-    for name, module in modules.items():
-        _change(module, methods.get(name), name in fixed, trained)
+    moving = set(plan.norms) if plan.norm == "batch" else set()
+    try:
+        for name, module in modules.items():
+            fixed = isinstance(module, BATCH_NORMS) and name not in moving
+            _change(module, methods.get(name), fixed)
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in trained)
+    except BaseException:
+        restore_(model)
+        raise
     return model
 
 
-def _change(module: nn.Module, method: Method | None, fixed: bool, trained: set[int]) -> None:
-    own = dict(module.named_parameters(recurse=False))
-    record = {"training": module.training, "requires_grad": {n: p.requires_grad for n, p in own.items()}}
-    module.__dict__[_RECORD] = record
-    for parameter in own.values():
-        parameter.requires_grad_(id(parameter) in trained)
-    role = RegionLayer if method else FixedNorm if fixed else role_of(module)
+def _check_same_model(modules: dict[str, nn.Module], plan: Plan) -> None:
+    theirs = {row.name: row.kind for row in plan.rows}
+    ours = {name: type(module).__name__ for name, module in modules.items() if isinstance(module, LAYERS)}
+    for name, kind in theirs.items():
+        if name not in ours:
+            raise PlanError(
+                f"The plan is for another model: this one has no layer {name}.{nearest(name, ours)}"
+            )
+        if ours[name] != kind:
+            raise PlanError(
+                f"The plan is for another model: layer {name} is a {ours[name]} here, not a {kind}."
+            )
+    for name in ours:
+        if name not in theirs:
+            raise PlanError(
+                f"The plan is for another model: it does not know layer {name}; plan for this one."
+            )
+    for name in plan.norms:
+        if not isinstance(modules.get(name), NORMS):
+            raise PlanError(f"The plan is for another model: this one has no norm {name}.")
+
+
+def _check_changeable(modules: dict[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                f"Module {name or 'model'} is compiled by torch.jit; use the model it was made from."
+            )
+        if isinstance(module, LAYERS) and "forward" in module.__dict__:
+            raise PlanError(
+                f"Layer {name} has its forward replaced on the object; undo that before gf.apply_."
+            )
+
+
+def _change(module: nn.Module, method: Method | None, fixed: bool) -> None:
+    base: Any = type(module)
+    role: Any = RegionLayer if method else FixedNorm if fixed else role_of(module)
+    module.__class__ = region_class(base, role)
+    flags = {name: p.requires_grad for name, p in module.named_parameters(recurse=False)}
+    module.__dict__[_RECORD] = {"training": module.training, "requires_grad": flags}
     if method:
         module.__dict__["gradfilter_method"] = method
-    module.__class__ = region_class(type(module), role)
     if fixed:
-        module.train(False)
-
-
-def _region_norms(model: nn.Module, plan: Plan) -> set[str]:
-    """Batch norms that belong to a trained layer: those registered behind it and before the next layer."""
-    trained, names, owner = set(plan.trained), set(), False
-    for name, module in model.named_modules():
-        if isinstance(module, LAYERS):
-            owner = name in trained
-        elif isinstance(module, NORMS) and owner:
-            names.add(name)
-    return names
-
-
-def _trained_parameters(model: nn.Module, plan: Plan) -> set[int]:
-    names = set(plan.trained)
-    if plan.norm != "fixed":
-        names |= _region_norms(model, plan)
-    return {
-        id(parameter)
-        for name, module in model.named_modules()
-        if name in names
-        for parameter in module.parameters(recurse=False)
-    }
+        module.training = False
 
 
 def restore_(model: Model) -> Model:
@@ -157,17 +186,16 @@ def restore_(model: Model) -> Model:
     >>> type(gf.restore_(gf.apply_(model, gf.GradientFilter()))[0]) is nn.Conv2d
     True
     """
-    for module in model.modules():
-        if not isinstance(module, RegionModule):
-            continue
-        record: dict[str, Any] = module.__dict__.pop(_RECORD)
-        for leftover in ("gradfilter_method", "gradfilter_scale", "gradfilter_followers"):
-            module.__dict__.pop(leftover, None)
-        module.__class__ = module.gradfilter_base
-        if isinstance(module, NORMS):
-            module.training = record["training"]
+    changed: list[Any] = [module for module in model.modules() if isinstance(module, RegionModule)]
+    for module in changed:
+        record = module.__dict__[_RECORD]
+        if isinstance(module, FixedNorm):
+            module.__dict__["training"] = record["training"]
         for name, parameter in module.named_parameters(recurse=False):
             parameter.requires_grad_(record["requires_grad"].get(name, parameter.requires_grad))
+        for ours in [name for name in module.__dict__ if name.startswith("gradfilter_")]:
+            del module.__dict__[ours]
+        module.__class__ = module.gradfilter_base
     return model
 
 
@@ -181,8 +209,8 @@ def apply_(
 ) -> Model:
     """Train the planned layers of a model with their methods and freeze the rest; returns the model.
 
-    Give a plan, or a method and the layers to plan for ("all" if not said). Only classes, ``requires_grad`` and
-    the mode of batch norms change: parameters, state-dict keys and hooks stay, and ``restore_`` undoes it.
+    Give a plan, or a method and the layers to plan for ("all" if not said). Only classes, ``requires_grad``
+    and the mode of batch norms change: parameters, state-dict keys and hooks stay; ``restore_`` undoes it.
 
     >>> import gradfilter as gf
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
@@ -190,13 +218,11 @@ def apply_(
     >>> [name for name, p in model.named_parameters() if p.requires_grad]
     ['2.weight', '2.bias']
     """
-    if isinstance(plan, Plan):
-        if layers is not None or norm is not None:
-            raise PlanError("A plan has its layers and norm policy already; give them to gf.plan instead.")
-        return apply_plan(model, plan)
-    from .costs import plan as plan_with_example
-
-    made = plan_with_example(
-        model, plan, "all" if layers is None else layers, norm=norm or "fixed", example=example
-    )
-    return apply_plan(model, made)
+    if not isinstance(plan, Plan):
+        chosen = "all" if layers is None else layers
+        return apply_plan(model, make_plan(model, plan, chosen, norm=norm or "fixed", example=example))
+    if layers is not None or norm is not None or example is not None:
+        raise PlanError(
+            "A plan has its layers, norm policy and example already; give them to gf.plan instead."
+        )
+    return apply_plan(model, plan)

@@ -8,77 +8,82 @@ so a coarse gradient never reaches a node that would not expect it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import gcd
 from typing import Any
 
 from torch import Tensor
 
-from .grid import Grid
+from .grid import Grid, common_patches
 
 __all__ = ["wanted_grid"]
 
 Patches = tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 def wanted_grid(x: Tensor) -> Grid:
     """The grid on which the gradient of ``x`` is wanted; dense where its origin is unknown."""
-    patches = _patches(x.grad_fn) if x.grad_fn is not None else None
     shape = tuple(x.shape)
-    if patches is None or len(patches) != len(shape):
-        return Grid.dense(shape)
-    return Grid.of(shape, patches)
+    patches = _patches(x.grad_fn, shape) if x.grad_fn is not None else None
+    return Grid.dense(shape) if patches is None else Grid.of(shape, patches)
 
 
-def _patches(node: Any) -> Patches | None:
-    """The patches a node wants for its output; None for unknown."""
+def _patches(node: Any, shape: Shape) -> Patches | None:
+    """The patches a node wants for its output of this shape; None for unknown."""
     own: Patches | None = getattr(node, "wanted", None)
-    if own is not None:
-        return own
-    look = _LOOK_THROUGH.get(type(node).__name__)
-    return look(node) if look else None
+    if own is None:
+        look = _LOOK_THROUGH.get(type(node).__name__)
+        own = look(node, shape) if look else None
+    return None if own is None or len(own) != len(shape) else own
 
 
-def _common(node: Any) -> Patches | None:
+def _common(node: Any, shape: Shape) -> Patches | None:
     """Gradients pass unchanged to every input: the finest of what they want."""
     result: Patches | None = None
     for edge, _ in node.next_functions:
         if edge is None:  # an input that needs no gradient
             continue
-        patches = _patches(edge)
-        if patches is None or (result is not None and len(result) != len(patches)):
+        patches = _patches(edge, shape)
+        if patches is None:
             return None
-        result = patches if result is None else tuple(map(gcd, result, patches))
+        result = patches if result is None else common_patches(shape, result, patches)
     return result
 
 
-def _permuted(node: Any) -> Patches | None:
-    patches = _common(node)
-    if patches is None:
-        return None
-    return tuple(patches[d % len(patches)] for d in node._saved_dims)
+def _along(node: Any, shape: Shape) -> Patches | None:
+    """Parts of a dimension have the patches of the whole only where that dimension has none."""
+    patches = _common(node, shape)
+    return None if patches is None or patches[_signed(node._saved_dim)] != 1 else patches
 
 
-def _transposed(node: Any) -> Patches | None:
-    patches = _common(node)
-    if patches is None:
-        return None
-    swapped = list(patches)
-    a, b = (_signed(d) % len(swapped) for d in (node._saved_dim0, node._saved_dim1))
+def _permuted(node: Any, shape: Shape) -> Patches | None:
+    dims = [d % len(shape) for d in node._saved_dims]
+    patches = _common(node, tuple(shape[dims.index(d)] for d in range(len(shape))))
+    return None if patches is None else tuple(patches[d] for d in dims)
+
+
+def _transposed(node: Any, shape: Shape) -> Patches | None:
+    a, b = (_signed(d) for d in (node._saved_dim0, node._saved_dim1))
+    patches = _common(node, _swapped(shape, a, b))
+    return None if patches is None else _swapped(patches, a, b)
+
+
+def _swapped(numbers: tuple[int, ...], a: int, b: int) -> tuple[int, ...]:
+    swapped = list(numbers)
     swapped[a], swapped[b] = swapped[b], swapped[a]
     return tuple(swapped)
 
 
-def _viewed(node: Any) -> Patches | None:
+def _viewed(node: Any, shape: Shape) -> Patches | None:
     """A view that regroups leading dimensions and leaves the pooled ones as they are (channel shuffle)."""
-    patches = _common(node)
+    before = tuple(node._saved_self_sym_sizes)
+    patches = _common(node, before)
     if patches is None or max(patches) == 1:
         return None
     first = next(d for d, p in enumerate(patches) if p > 1)
-    before, after = tuple(node._saved_self_sym_sizes), tuple(node._input_metadata[0].shape)
     tail = len(before) - first
-    if len(after) < tail or after[-tail:] != before[-tail:]:
+    if len(shape) < tail or shape[-tail:] != before[-tail:]:
         return None
-    return (1,) * (len(after) - tail) + patches[first:]
+    return (1,) * (len(shape) - tail) + patches[first:]
 
 
 def _signed(number: int) -> int:
@@ -86,14 +91,17 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-_LOOK_THROUGH: dict[str, Callable[[Any], Patches | None]] = {
+_LOOK_THROUGH: dict[str, Callable[[Any, Shape], Patches | None]] = {
     "AddBackward0": _common,
     "SubBackward0": _common,
     "MulBackward0": _common,
     "DivBackward0": _common,
-    "CatBackward0": _common,
-    "SliceBackward0": _common,
-    "SplitBackward0": _common,
+    "NegBackward0": _common,
+    "RsubBackward1": _common,
+    "CatBackward0": _along,
+    "SliceBackward0": _along,
+    "SplitBackward0": _along,
+    "SplitWithSizesBackward0": _along,
     "AliasBackward0": _common,
     "CloneBackward0": _common,
     "ToCopyBackward0": _common,

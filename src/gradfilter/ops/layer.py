@@ -68,7 +68,7 @@ class _Layer(torch.autograd.Function):
         kept: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
             maps = x if call.channel == 1 else x.movedim(call.channel, 1)
-            kept = tuple(k if k.dtype == y.dtype else k.to(y.dtype) for k in method.keep(maps, geometry))
+            kept = tuple(k.to(y.dtype) if k.dtype == x.dtype else k for k in method.keep(maps, geometry))
         sides = method.patches(geometry)
         ctx.wanted = (1, 1, *sides) if call.channel == 1 else (1, *sides, 1)
         ctx.grid = Grid.of(tuple(y.shape), ctx.wanted)
@@ -83,7 +83,6 @@ class _Layer(torch.autograd.Function):
             ctx.gate, ctx.gate_index = followers.slope.openness, 1
         ctx.save_for_backward(weight, slope, *kept)
         ctx.call, ctx.coarse_input, ctx.dtypes = call, coarse_input, (x.dtype, weight.dtype)
-        ctx.absorbed = (followers.norm, followers.activation)
         return y
 
     @staticmethod

@@ -125,13 +125,20 @@ class _BatchNorm(torch.autograd.Function):
         x_hat = (x - _per_channel(mean, dims)) * _per_channel(rstd, dims)
         sums = values * pixels(ctx.grid, values)
         bias_grad, weight_grad = _over_pixels(sums), _over_pixels(sums * x_hat)
+        wanted = _if_wanted(ctx, weight=weight_grad, bias=bias_grad, first=3)
         count = ctx.grid.shape[0] * _pixel_count(ctx.grid)
         scale = rstd if weight is None else rstd * weight
         centred = (
             values - _per_channel(bias_grad / count, dims) - x_hat * _per_channel(weight_grad / count, dims)
         )
         x_grad = (centred * _per_channel(scale, dims)).to(values.dtype)
-        return CoarseGradient(x_grad, ctx.grid), None, None, weight_grad, bias_grad, None, None, None
+        return CoarseGradient(x_grad, ctx.grid), None, None, *wanted, None, None, None
+
+
+def _if_wanted(ctx: Any, weight: Tensor, bias: Tensor, first: int) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of scale and shift, inputs ``first`` and the one after it, where they train."""
+    needs = ctx.needs_input_grad
+    return weight if needs[first] else None, bias if needs[first + 1] else None
 
 
 def _pixel_count(grid: Grid) -> int:
@@ -161,7 +168,9 @@ class _GroupNorm(torch.autograd.Function):
         grid: Grid,
     ) -> Tensor:
         n, c = x.shape[:2]
-        y, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, _pixel_count(grid), groups, eps)
+        y, mean, rstd = torch.native_group_norm(
+            _laid_out(x), weight, bias, n, c, _pixel_count(grid), groups, eps
+        )
         ctx.save_for_backward(weight, pool(x, grid), mean, rstd)
         ctx.groups, ctx.grid, ctx.wanted = groups, grid, grid.patches
         return y
@@ -178,14 +187,36 @@ class _GroupNorm(torch.autograd.Function):
 
         x_hat = (x - per_group(mean)) * per_group(rstd)
         sums = values * pixels(ctx.grid, values)
-        bias_grad, weight_grad = _over_pixels(sums), _over_pixels(sums * x_hat)
+        wanted = _if_wanted(ctx, weight=_over_pixels(sums * x_hat), bias=_over_pixels(sums), first=2)
         scaled = values if weight is None else values * _per_channel(weight, x.dim())
         weighted = scaled * pixels(ctx.grid, values)
         count = c // groups * _pixel_count(ctx.grid)
-        mean_grad = weighted.reshape(n, groups, -1).sum(2) / count
-        mean_product = (weighted * x_hat).reshape(n, groups, -1).sum(2) / count
-        x_grad = per_group(rstd) * (scaled - per_group(mean_grad) - x_hat * per_group(mean_product))
-        return CoarseGradient(x_grad, ctx.grid), None, weight_grad, bias_grad, None, None
+
+        def group_mean(t: Tensor) -> Tensor:
+            return per_group(t.flatten(2).sum(2).view(n, groups, c // groups).sum(2) / count)
+
+        mean_grad, mean_product = group_mean(weighted), group_mean(weighted * x_hat)
+        x_grad = per_group(rstd) * (scaled - mean_grad - x_hat * mean_product)
+        return CoarseGradient(x_grad, ctx.grid), None, *wanted, None, None
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """In the layout that ``F.group_norm`` hands to torch's kernel, which takes only two."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.contiguous(memory_format=layouts[x.dim()] if _is_channels_last(x) else torch.contiguous_format)
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether strides grow from channels over columns and rows to the batch, as torch itself judges it."""
+    if x.dim() not in (4, 5) or x.numel() == 0:
+        return False
+    smallest = 0
+    for d in (1, *range(x.dim() - 1, 1, -1), 0):
+        stride = x.stride(d)
+        if stride < smallest or stride == 0 or (d == 0 and smallest == x.stride(1)):
+            return False
+        smallest = stride * x.shape[d]
+    return True
 
 
 def layer_norm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..coarse import CoarseGradient, onto
@@ -25,16 +26,28 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _product_grid(a: Tensor, b: Tensor) -> Grid | None:
-    shape = torch.broadcast_shapes(a.shape, b.shape)
-    grids = [wanted_grid(t) for t in (a, b) if t.requires_grad and t.shape == shape]
-    if not grids or any(g.is_dense for g in grids):
+    """The grid that serves both factors; None where only the dense gradient does."""
+    shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
+    trained = [t for t in (a, b) if t.requires_grad]
+    if all(t.shape != shape for t in trained):
         return None
-    return grids[0] if len(grids) == 1 else grids[0].common(grids[1])
+    grids = [_on_product(wanted_grid(t), shape) for t in trained]
+    grid = grids[0] if len(grids) == 1 else grids[0].common(grids[1])
+    return None if grid.is_dense else grid
+
+
+def _on_product(own: Grid, shape: tuple[int, ...]) -> Grid:
+    """A factor's grid, seen on the product: where it is broadcast, one patch will do."""
+    missing = len(shape) - len(own.shape)
+    sides = (
+        n if size == 1 else p for size, p, n in zip(own.shape, own.patches, shape[missing:], strict=True)
+    )
+    return Grid.of(shape, (*shape[:missing], *sides))
 
 
 def _keeps_map(factor: Tensor, partner: Tensor, grid: Grid) -> bool:
-    """Whether torch would keep a partner as large as the map for the gradient of ``factor``."""
-    return factor.requires_grad and partner.shape == grid.shape
+    """Whether torch would keep a partner that varies inside patches for the gradient of ``factor``."""
+    return factor.requires_grad and not _own_grid(partner, grid).is_dense
 
 
 def _own_grid(factor: Tensor, grid: Grid) -> Grid:
@@ -66,30 +79,39 @@ class _Product(torch.autograd.Function):
 
 
 def _reduce(values: Tensor, grid: Grid, own: Grid) -> Tensor:
-    """Patch values for a factor as large as the map; else the sum over the pixels it was broadcast to."""
+    """Patch values for a factor as large as the map; else their sum over the pixels it was broadcast to."""
     if own.shape == grid.shape:
         return CoarseGradient(values, grid)
-    return (values * pixels(grid, values)).sum_to_size(own.shape)
+    missing = len(grid.shape) - len(own.shape)
+    summed = Grid(
+        grid.shape,
+        tuple(1 if d >= missing and own.shape[d - missing] > 1 else p for d, p in enumerate(grid.patches)),
+    )
+    sums = (values * pixels(summed, values)).sum_to_size(own.coarse_shape)
+    return sums if own.is_dense else CoarseGradient(sums, own)
 
 
-def dropout(x: Tensor, p: float) -> Tensor:
+def dropout(x: Tensor, p: float, inplace: bool) -> Tensor:
     """Dropout in training, drawing the same numbers as torch does; keeps the mean of its mask."""
     grid = wanted_grid(x)
-    if grid.is_dense or not 0 < p < 1 or x.is_cuda:
-        return torch.dropout(x, p, True)
-    result: Tensor = _Dropout.apply(x, p, grid)
+    if grid.is_dense or not 0 < p < 1 or x.is_cuda or x.numel() == 0:
+        return F.dropout(x, p, True, inplace)
+    result: Tensor = _Dropout.apply(x, p, inplace, grid)
     return result
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, grid: Grid) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float, inplace: bool, grid: Grid) -> Tensor:
         noise = torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
         ctx.save_for_backward(pool(noise, grid))
         ctx.grid, ctx.wanted = grid, grid.patches
+        if inplace:
+            ctx.mark_dirty(x)
+            return x.mul_(noise)
         return x * noise
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
-        return CoarseGradient(onto(grad, ctx.grid) * ctx.saved_tensors[0], ctx.grid), None, None
+        return CoarseGradient(onto(grad, ctx.grid) * ctx.saved_tensors[0], ctx.grid), None, None, None

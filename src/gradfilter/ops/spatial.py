@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -110,24 +111,30 @@ def _coarse_matrix(keyed: _Keyed, size_in: int, in_patch: int, size_out: int, ou
 def spatial_mean(
     x: Tensor, dims: Sequence[int], keepdim: bool, function: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The mean over ``dims``; its gradient is one patch as large as the map."""
-    result: Tensor = _SpatialMean.apply(x, tuple(d % x.dim() for d in dims), keepdim, function)
+    """The mean over ``dims``, pooled ones among them; its gradient is one patch as large as the map."""
+    dims = tuple(d % x.dim() for d in dims)
+    result: Tensor = _SpatialMean.apply(x, dims, keepdim, function, wanted_grid(x).pooled)
     return result
 
 
 class _SpatialMean(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, function: Callable[[Tensor], Tensor]
+        ctx: Any,
+        x: Tensor,
+        dims: tuple[int, ...],
+        keepdim: bool,
+        function: Callable[[Tensor], Tensor],
+        pooled: tuple[int, ...],
     ) -> Tensor:
-        ctx.shape, ctx.dims, ctx.keepdim = tuple(x.shape), dims, keepdim
+        shape = tuple(x.shape)
+        ctx.grid = Grid(shape, tuple(n if d in pooled else 1 for d, n in enumerate(shape)))
+        ctx.kept_sizes = [1 if d in dims else n for d, n in enumerate(shape)]
+        ctx.count = max(1, prod(shape[d] for d in dims))
         return function(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
-        coarse = [1 if d in ctx.dims else n for d, n in enumerate(ctx.shape)]
-        patches = tuple(n if d in ctx.dims else 1 for d, n in enumerate(ctx.shape))
-        grid = Grid(ctx.shape, patches)
-        values = grad.reshape(coarse) / max(1, torch.Size(patches).numel())
-        return CoarseGradient(values, grid), None, None, None
+        values = (grad.reshape(ctx.kept_sizes) / ctx.count).expand(ctx.grid.coarse_shape)
+        return CoarseGradient(values, ctx.grid), None, None, None, None

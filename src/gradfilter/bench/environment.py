@@ -1,0 +1,82 @@
+"""Under which conditions a number was measured. What cannot be found out is recorded with the reason."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+__all__ = ["conditions", "environment"]
+
+
+def environment() -> dict[str, str | int]:
+    """Commit, versions, processor, threads, load and date, ready for JSON.
+
+    >>> sorted(environment())
+    ['commit', 'date', 'load', 'processor', 'python', 'system', 'threads', 'torch']
+    """
+    return {
+        "commit": _commit(Path(__file__).parent),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "load": _load(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def conditions(found: dict[str, str | int]) -> str:
+    """An environment as a sentence for below a table."""
+    return (
+        f"Commit {found['commit']}; torch {found['torch']}, Python {found['python']}, {found['system']}, "
+        f"{found['processor']}, {found['threads']} threads, load {found['load']} at the start; "
+        f"{found['date']}."
+    )
+
+
+def _commit(folder: Path) -> str:
+    git = shutil.which("git")
+    if git is None:
+        return _unavailable("git is not installed")
+    try:
+        commit = _output(git, "-C", str(folder), "rev-parse", "HEAD")
+        changes = _output(git, "-C", str(folder), "status", "--porcelain")
+    except (OSError, subprocess.SubprocessError):
+        return _unavailable("not a git checkout")
+    return commit[:12] + (" with uncommitted changes" if changes else "")
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)  # noqa: S603  git alone
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    """Name and number of cores. In /proc/cpuinfo the name has another key on each architecture."""
+    cores = f"{os.cpu_count()} cores"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.processor() or _unavailable('the system does not say')}, {cores}"
+    facts = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    name = next((facts[key].strip() for key in ("model name", "Model", "Hardware") if key in facts), None)
+    return f"{name or _unavailable('not in /proc/cpuinfo')}, {cores}"
+
+
+def _load() -> str:
+    """How many processes wanted to run in the last minute: times taken on a busy machine say little."""
+    try:
+        return f"{os.getloadavg()[0]:.1f}"
+    except (AttributeError, OSError):  # Windows
+        return _unavailable("the system does not say")
+
+
+def _unavailable(reason: str) -> str:
+    return f"unavailable ({reason})"

@@ -1,0 +1,25 @@
+"""What several test files need."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from gradfilter.errors import ModelError
+from gradfilter.models import _torchvision
+
+torch.set_num_threads(1)  # pytest-xdist runs one process per core
+
+
+@pytest.fixture(scope="session")
+def vision() -> None:
+    """Import what the names need once, so that the warning about a broken torchvision stays here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _torchvision.library("timm", "vision")
+            _torchvision.library("segmentation_models_pytorch", "seg")
+        except ModelError as missing:
+            pytest.skip(str(missing))
