@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import gcd, prod
 from random import Random
 from typing import Any
@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = [
+    "BEFORE",
     "FAMILIES",
+    "Maps",
+    "Net",
     "Operator",
     "OperatorCase",
     "as_it_is",
     "averaged",
-    "common",
-    "layer_norm_on_patches",
     "make_case",
     "make_operator",
 ]
@@ -310,7 +311,9 @@ def _batch_norm(rng: Random, maps: Maps) -> Operator:
     return rng.choice(
         [
             module(lambda: kind(c, affine=affine, momentum=momentum), norm="batch"),
-            module(lambda: kind(c, affine=affine, track_running_stats=False), norm=rng.choice(["fixed", "batch"])),
+            module(
+                lambda: kind(c, affine=affine, track_running_stats=False), norm=rng.choice(["fixed", "batch"])
+            ),
             Operator(
                 "F.batch_norm(x, None, None, weight, bias, training=True)",
                 lambda owner, x: F.batch_norm(x, None, None, owner.weight, owner.bias, training=True),
@@ -458,7 +461,8 @@ def _adaptive_max_pool(rng: Random, maps: Maps) -> Operator:
     a = maps.axes
     whole = rng.random() < 0.7
     sizes = tuple(
-        rng.choice([s for s in range(1, n + 1) if n % s == 0]) if whole else rng.randint(1, n) for n in maps.size
+        rng.choice([s for s in range(1, n + 1) if n % s == 0]) if whole else rng.randint(1, n)
+        for n in maps.size
     )
     given = sizes[0] if len(set(sizes)) == 1 else sizes
     run = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}[a]
@@ -561,7 +565,10 @@ def _pad(rng: Random, maps: Maps) -> Operator:
 
 
 def _mean(rng: Random, maps: Maps) -> Operator:
-    dims, keep = rng.choice([maps.spatial, tuple(d - 2 - maps.axes for d in maps.spatial)]), rng.random() < 0.5
+    dims, keep = (
+        rng.choice([maps.spatial, tuple(d - 2 - maps.axes for d in maps.spatial)]),
+        rng.random() < 0.5,
+    )
     how = {"coarse": True, "makes_maps": False}
     return rng.choice(
         [
@@ -602,7 +609,9 @@ def _channel_scale(rng: Random, maps: Maps) -> Operator:
         [
             Operator(f"x * {label}", lambda owner, x: x * owner.factor, holds, coarse=False),
             Operator(f"{label} * x", lambda owner, x: owner.factor * x, holds, coarse=False),
-            Operator(f"torch.mul({label}, x)", lambda owner, x: torch.mul(owner.factor, x), holds, coarse=False),
+            Operator(
+                f"torch.mul({label}, x)", lambda owner, x: torch.mul(owner.factor, x), holds, coarse=False
+            ),
             Operator(f"x * fixed {label}", lambda owner, x: x * owner.factor.detach(), holds, **fixed),
             Operator(f"x / fixed {label}", lambda owner, x: x / owner.factor.detach(), holds, **fixed),
             linear("0.5 * x", lambda x: 0.5 * x),
@@ -627,6 +636,30 @@ def _gating(rng: Random, maps: Maps) -> Operator:
             Operator("x * y[:1]", lambda owner, x, y: x * y[:1], inputs=2),
         ]
     )
+
+
+def _gated_pool(rng: Random, maps: Maps) -> Operator:
+    """Max pooling right behind a gate: a maximum gets a gradient only where the gate is open."""
+    kernel, stride, padding, dilation = _windows(rng, maps, dilated=True)
+    gate, name = rng.choice([(F.relu, "relu"), (F.relu6, "relu6"), (F.hardtanh, "hardtanh")])
+    pool = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[maps.axes]
+    window = f"{kernel}, {stride}, {padding}, {dilation}"
+    return function(
+        f"F.max_pool(F.{name}(x), {window})", lambda x: pool(gate(x), kernel, stride, padding, dilation)
+    )
+
+
+def _residual(rng: Random, maps: Maps) -> Operator:
+    """A gate, a sum, another gate, as in residual networks: both masks count, pixel by pixel."""
+    first, name = rng.choice([(F.relu, "relu"), (F.relu6, "relu6"), (F.hardtanh, "hardtanh")])
+    form, overwrites = rng.choice(["y + a", "a + y", "y += a"]), rng.random() < 0.5
+
+    def run(owner: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        a = first(x)  # alive until the second gate has seen it, as the identity of a block is
+        z = {"y + a": y.__add__, "a + y": a.__add__, "y += a": y.add_}[form](y if form == "a + y" else a)
+        return F.relu(z, inplace=overwrites)
+
+    return Operator(f"a = F.{name}(x); F.relu({form}, inplace={overwrites})", run, inputs=2)
 
 
 def _sum(rng: Random, maps: Maps) -> Operator:
@@ -703,7 +736,9 @@ def _shuffle(rng: Random, maps: Maps) -> Operator:
 
     def views(x: Tensor) -> Tensor:
         n, c, *size = x.shape
-        return x.contiguous().view(n, groups, c // groups, *size).transpose(1, 2).contiguous().view(n, c, *size)
+        return (
+            x.contiguous().view(n, groups, c // groups, *size).transpose(1, 2).contiguous().view(n, c, *size)
+        )
 
     def reshapes(x: Tensor) -> Tensor:
         n, c, *size = x.shape
@@ -724,8 +759,15 @@ def _unless_last_axis(patches: Patches) -> Patches | None:
 
 def _unknown(rng: Random, maps: Maps) -> Operator:
     crop = (..., slice(maps.size[-1] // 2, None))
+    parts = [
+        unknown("x[..., half:].relu()", lambda x: x[crop].relu(), lands=_unless_last_axis),
+        unknown(
+            "torch.cat([x, x], -1).relu()", lambda x: torch.cat([x, x], -1).relu(), lands=_unless_last_axis
+        ),
+    ]
     return rng.choice(
         [
+            *(parts if maps.size[-1] > 1 else ()),
             unknown("torch.exp(x)", torch.exp),
             unknown("x.clamp(-1, 1)", lambda x: x.clamp(-1, 1)),
             unknown("x ** 2", lambda x: x**2),
@@ -744,10 +786,6 @@ def _unknown(rng: Random, maps: Maps) -> Operator:
             unknown("x[..., half:]", lambda x: x[crop]),
             unknown("torch.cat([x, x], -1)", lambda x: torch.cat([x, x], -1)),
             unknown("x + x.exp()", lambda x: x + x.exp()),
-            unknown("x[..., half:].relu()", lambda x: x[crop].relu(), lands=_unless_last_axis),
-            unknown(
-                "torch.cat([x, x], -1).relu()", lambda x: torch.cat([x, x], -1).relu(), lands=_unless_last_axis
-            ),
         ]
     )
 
@@ -781,6 +819,8 @@ FAMILIES: dict[str, Callable[[Random, Maps], Operator]] = {
     "product": _product,
     "channel scale": _channel_scale,
     "gating": _gating,
+    "gated pool": _gated_pool,
+    "residual": _residual,
     "sum": _sum,
     "cat": _cat,
     "parts": _parts,
@@ -883,12 +923,30 @@ class OperatorCase:
     def net(self, dtype: torch.dtype = torch.float64) -> Net:
         """The plain network, with parameters and statistics that depend on the seed only."""
         net = Net(self)
-        with torch.no_grad(), torch.random.fork_rng():
-            made = net(torch.zeros(max(2, self.maps.batch), *self.image().shape[1:]))
         if self.after is not None:
-            net.last = _CONVOLUTIONS[self.maps.axes](made.shape[1], 2, 1)
+            net.last = _CONVOLUTIONS[self.maps.axes](self._made_channels, 2, 1)
         net = Net.filled(net, self.seed)
         return net.to(dtype)
+
+    @cached_property
+    def _made_channels(self) -> int:
+        with torch.no_grad():
+            return Net(self)(torch.zeros(max(2, self.maps.batch), *self.image().shape[1:])).shape[1]
+
+    def between(self, y: Tensor, *others: Tensor) -> list[Tensor]:
+        """The operator's maps from what the first layers make."""
+        match self.before:
+            case "slice":
+                y = y[:, 1:-1]
+            case "scale":
+                y = 0.5 * y
+            case "sum":
+                y = y + others[0]
+            case "cat":
+                y = torch.cat([y, others[0]], 1)
+            case "swap axes":
+                y = y.transpose(-1, -2)
+        return [y, *others][: self.operator.inputs]
 
 
 class Owner(nn.Module):
@@ -927,27 +985,12 @@ class Net(nn.Module):
         layers = [self.first(image)] + ([] if self.second is None else [self.second(image)])
         for i, y in enumerate(layers):
             self.look(f"layer{i}", y)
-        maps = self.prepare(*layers)
+        maps = self.case.between(*layers)
         for i, x in enumerate(maps):
             self.look(f"map{i}", x)
         z: Tensor = self.owner(*maps)
         self.look("made", z)
         return z if self.last is None else self.last(z)
-
-    def prepare(self, y: Tensor, *others: Tensor) -> list[Tensor]:
-        """The operator's maps from what the layers make."""
-        match self.case.before:
-            case "slice":
-                y = y[:, 1:-1]
-            case "scale":
-                y = 0.5 * y
-            case "sum":
-                y = y + others[0]
-            case "cat":
-                y = torch.cat([y, others[0]], 1)
-            case "swap axes":
-                y = y.transpose(-1, -2)
-        return [y, *others][: self.case.operator.inputs]
 
     @staticmethod
     def filled(net: Net, seed: int) -> Net:
@@ -978,7 +1021,7 @@ def make_case(seed: int, family: str = "") -> OperatorCase:
     batch = rng.choices([0, 1, 2, 3], weights=[0 if family in _NEVER_EMPTY else 6, 25, 45, 24])[0]
     maps = Maps(batch, rng.choice([2, 3, 4, 6]), size)
     operator = FAMILIES[family](rng, maps)
-    before = rng.choice(BEFORE)
+    before, patch = rng.choice(BEFORE), _patch(rng, axes)
     if (
         (before == "swap axes" and axes != 2)
         or (before in ("sum", "cat", "swap axes") and operator.inputs == 2)
@@ -990,8 +1033,8 @@ def make_case(seed: int, family: str = "") -> OperatorCase:
         family=family,
         maps=maps,
         kernel=rng.choice([1, 1, 3]),
-        patch=_patch(rng, axes),
-        second_patch=_patch(rng, axes),
+        patch=patch,
+        second_patch=patch if family == "residual" else _patch(rng, axes),
         before=before,
         after=_patch(rng, axes) if operator.makes_maps and rng.random() < 0.5 else None,
         layout=rng.choice(["contiguous", "channels_last"]) if axes > 1 else "contiguous",
@@ -1002,9 +1045,9 @@ def make_case(seed: int, family: str = "") -> OperatorCase:
 
 def _overwrites(operator: Operator, maps: Maps) -> bool:
     """Whether it works in place."""
-    x = torch.linspace(-9, 9, steps=max(1, maps.channels * prod(maps.size)))
-    x = x.view(1, maps.channels, *maps.size)
-    with torch.no_grad(), torch.random.fork_rng():
+    shape = (max(2, maps.batch), maps.channels, *maps.size)
+    x = torch.linspace(-9, 9, steps=prod(shape)).view(shape)
+    with torch.no_grad():
         Owner(operator)(*[y := x.clone()] * operator.inputs)
     return not torch.equal(x, y)
 

@@ -6,7 +6,6 @@ import importlib.util
 import pickle
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,18 +26,6 @@ FOLDED = {
     "proxyless-w0.3": 423_232,
     "mbv2-w0.35": 357_448,
 }  # as in the published files
-
-
-@pytest.fixture(scope="session")
-def vision() -> None:
-    """Import what the names need once, so that the warning about a broken torchvision stays here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            _torchvision.library("timm", "vision")
-            _torchvision.library("segmentation_models_pytorch", "seg")
-        except ModelError as missing:
-            pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,20 @@
 """Every operator between layers against exact autograd seen through patches, on thousands of networks.
 
 With P for "replace every pixel by the mean of its patch", an operator behind filtered layers must hand on
-P_in(vjp(P_out(g))), and its own parameters must get vjp(P_out(g)), vjp being torch's exact gradient of the plain
-operator. Linear operators along the axes of a map take g as it is. GRADFILTER_CASES says how many cases are drawn.
+P_in(vjp(P_out(g))), and its own parameters must get vjp(P_out(g)), where vjp is torch's exact gradient of the
+plain operator. Linear operators along the axes of a map take g as it is.
+
+GRADFILTER_CASES says how many cases are drawn. A failing case prints its seed; make_case(seed) is that case.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,7 +23,20 @@ from torch import Tensor, nn
 
 import gradfilter as gf
 from gradfilter.coarse import CoarseGradient
-from operators import FAMILIES, Net, OperatorCase, Patches, as_it_is, averaged, make_case
+from gradfilter.grid import Grid
+from gradfilter.ops import activation, max_pool, norm, product, spatial
+from operators import (
+    BEFORE,
+    FAMILIES,
+    Maps,
+    Net,
+    Operator,
+    OperatorCase,
+    as_it_is,
+    averaged,
+    make_case,
+    make_operator,
+)
 
 CASES = int(os.environ.get("GRADFILTER_CASES", "3000"))
 CHUNKS = 20
@@ -82,7 +98,7 @@ def run(case: OperatorCase, net: Net, dtype: torch.dtype = torch.float64) -> See
         seen.gradients[name] = gradient.detach().clone()
 
     net.look = look
-    torch.manual_seed(case.seed)
+    torch.default_generator.manual_seed(case.seed)
     y = net(case.image(dtype))
     with gf.count_fallbacks() as seen.fallbacks:
         y.backward(gradient_like(case, y))
@@ -94,19 +110,21 @@ def run(case: OperatorCase, net: Net, dtype: torch.dtype = torch.float64) -> See
 def plain(case: OperatorCase, dtype: torch.dtype = torch.float64) -> Net:
     """The same network without gradfilter, in the mode that gradfilter runs it in."""
     net = case.net(dtype)
-    for norm in net.modules():
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and case.operator.norm != "batch":
-            norm.eval()
+    for part in net.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and case.operator.norm != "batch":
+            part.eval()
     return net
 
 
-def expected(case: OperatorCase, seen: Seen) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
-    """Gradients of the operator's maps and parameters, from the values of its maps and what arrived behind it."""
+def expected(
+    case: OperatorCase, seen: Seen, twin: Net
+) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
+    """Gradients of the operator's maps and parameters, from the values of its maps and from what arrived."""
     maps = [seen.values[f"map{i}"].double() for i in range(case.operator.inputs)]
     arrived = seen.gradients["made"].double()
     if case.lands is not None:
         arrived = averaged(arrived, case.lands)
-    owner = plain(case).owner
+    owner = twin.owner
     parameters = {name: p for name, p in owner.named_parameters() if name in seen.parameters}
     if case.operator.gradients is not None:
         given = {name: parameter.detach() for name, parameter in owner.named_parameters()}
@@ -115,7 +133,7 @@ def expected(case: OperatorCase, seen: Seen) -> tuple[list[Tensor | None], dict[
         )
     else:
         leaves = [x.requires_grad_() for x in maps]
-        torch.manual_seed(case.seed)
+        torch.default_generator.manual_seed(case.seed)
         # A mask is drawn in the order of memory; elsewhere the usual order is the safest for torch's kernels.
         z = owner(*(x.clone() if case.family == "dropout" else x.contiguous() * 1 for x in leaves))
         made = torch.autograd.grad(z, [*leaves, *parameters.values()], arrived, allow_unused=True)
@@ -127,14 +145,15 @@ def expected(case: OperatorCase, seen: Seen) -> tuple[list[Tensor | None], dict[
 
 
 def before_the_operator(case: OperatorCase, seen: Seen) -> list[Tensor | None]:
-    """What the layers get through the linear step before the operator: the exact gradient, then patch means."""
+    """What the layers get through the linear step before the operator: patch means of the exact gradient."""
     layers = [seen.values[f"layer{i}"].double().requires_grad_() for i in range(1 + case.two_layers)]
-    maps = case.net().prepare(*layers)
+    maps = case.between(*layers)
     arrived = [seen.gradients.get(f"map{i}") for i in range(len(maps))]
     pairs = [(x, g.double()) for x, g in zip(maps, arrived, strict=True) if g is not None]
     made = torch.autograd.grad([x for x, _ in pairs], layers, [g for _, g in pairs], allow_unused=True)
     return [
-        None if g is None else averaged(g, patches) for g, patches in zip(made, case.layer_patches, strict=True)
+        None if g is None else averaged(g, patches)
+        for g, patches in zip(made, case.layer_patches, strict=True)
     ]
 
 
@@ -150,9 +169,9 @@ def difference(name: str, got: Tensor | None, want: Tensor | None, tolerance: fl
     return [] if error <= bound else [f"{name} is off by {error:.3g}, allowed {bound:.3g}"]
 
 
-def gradient_problems(case: OperatorCase, seen: Seen, tolerance: float = TOLERANCE) -> list[str]:
-    """What is wrong with the gradients of the operator's maps, of its parameters and of the layers before it."""
-    maps, parameters = expected(case, seen)
+def gradient_problems(case: OperatorCase, seen: Seen, twin: Net, tolerance: float = TOLERANCE) -> list[str]:
+    """What is wrong with the gradients of the operator's maps and parameters, and of the layers before it."""
+    maps, parameters = expected(case, seen, twin)
     layers = before_the_operator(case, seen)
     wrong = []
     for kind, wanted, all_patches in (("map", maps, case.all_patches), ("layer", layers, case.layer_patches)):
@@ -167,17 +186,22 @@ def gradient_problems(case: OperatorCase, seen: Seen, tolerance: float = TOLERAN
     return wrong
 
 
+def forward_problems(case: OperatorCase, seen: Seen, twin: Net) -> list[str]:
+    """What is wrong with the output, given the plain network in the same dtype."""
+    torch.default_generator.manual_seed(case.seed)
+    want = twin(case.image(next(twin.parameters()).dtype))
+    same = want.dtype == seen.y.dtype and torch.equal(want, seen.y)
+    return [] if same else ["the forward is not the plain one, bit by bit"]
+
+
 def problems(case: OperatorCase) -> list[str]:
     """Everything that is wrong with the library on this case."""
-    net = prepare(case, case.net())
+    net, twin = prepare(case, case.net()), plain(case)
     seen = run(case, net)
-    wrong = gradient_problems(case, seen)
-    twin = plain(case)
-    torch.manual_seed(case.seed)
-    if not torch.equal(seen.y, twin(case.image())):
-        wrong.append("the forward is not the plain one, bit by bit")
+    wrong = forward_problems(case, seen, twin)
     if any(not torch.equal(a, b) for a, b in zip(net.buffers(), twin.buffers(), strict=True)):
         wrong.append("the running statistics are not the plain ones")
+    wrong += gradient_problems(case, seen, twin)
     if case.operator.known and seen.fallbacks:
         wrong.append(f"became dense: {dict(seen.fallbacks)}")
     return wrong
@@ -203,3 +227,428 @@ def test_gradients_equal_the_oracle(chunk: int) -> None:
     """Forward bit by bit, gradients to 1e-10, no crash, and nothing becomes dense without need."""
     failed = report(map(make_case, range(chunk, CASES, CHUNKS)), problems)
     assert not failed, failed
+
+
+FEATURES: dict[str, Callable[[OperatorCase], bool]] = {
+    "1d": lambda case: case.maps.axes == 1,
+    "2d": lambda case: case.maps.axes == 2,
+    "3d": lambda case: case.maps.axes == 3,
+    "empty batch": lambda case: case.maps.batch == 0,
+    "single pixel": lambda case: 1 in case.maps.size,
+    "channels last": lambda case: case.layout == "channels_last",
+    "3x3 before": lambda case: case.kernel == 3,
+    "ragged": lambda case: any(n % r for n, r in zip(case.maps.size, case.patch, strict=True)),
+    "patch per axis": lambda case: len(set(case.patch)) > 1,
+    "patch beyond the map": lambda case: any(r > n for n, r in zip(case.maps.size, case.patch, strict=True)),
+    "another patch behind": lambda case: case.after not in (None, case.patch),
+    "dense gradient arrives": lambda case: case.after is None,
+    "own parameters train": lambda case: case.trains,
+    **{
+        before or "nothing before": (lambda case, b=before: case.before == b)
+        for before in dict.fromkeys(BEFORE)
+    },
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_generator_draws_every_feature_often(feature: str) -> None:
+    """At least 3 of 100 cases, so that every family meets it within the default number."""
+    assert sum(FEATURES[feature](make_case(seed)) for seed in range(1000)) >= 30
+
+
+def test_oracle_by_hand() -> None:
+    """Patch 2, x = (-1, 3, 5), g = (1, 3, 4): means of g are 2 and 4, ReLU passes (0, 2, 4), means 1 and 4."""
+    case = replace(make_case(0, "relu"), maps=Maps(1, 1, (3,)), patch=(2,), before="", after=None)
+    case = replace(case, operator=Operator("F.relu(x)", lambda owner, x: torch.relu(x)))
+    seen = Seen(
+        torch.empty(0), {"map0": torch.tensor([[[-1.0, 3, 5]]])}, {"made": torch.tensor([[[1.0, 3, 4]]])}
+    )
+    assert expected(case, seen, case.net())[0][0].tolist() == [[[1, 1, 4]]]
+
+
+def same_as_autograd(case: OperatorCase, method: gf.Method) -> list[str]:
+    """Compare every gradient on the way with plain autograd, not with the oracle."""
+    got, want = run(case, prepare(case, case.net(), method)), run(case, trained_alike(case, method))
+    wrong = [] if torch.equal(got.y, want.y) else ["the forward is not the plain one, bit by bit"]
+    for mine, plain_ones in ((got.gradients, want.gradients), (got.parameters, want.parameters)):
+        for name in mine.keys() | plain_ones.keys():
+            wrong += difference(f"gradient of {name}", mine.get(name), plain_ones.get(name), 1e-12)
+    return wrong
+
+
+def trained_alike(case: OperatorCase, method: gf.Method) -> Net:
+    """The plain network, in which the same parameters train as in the changed one."""
+    net = plain(case)
+    changed = dict(prepare(case, case.net(), method).named_parameters())
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(changed[name].requires_grad)
+    return net
+
+
+@pytest.mark.parametrize("method", [gf.Exact(), gf.GradientFilter(patch=1)], ids=str)
+def test_exact_layers_get_exact_gradients(method: gf.Method) -> None:
+    """Behind and before layers that want dense gradients, every operator is torch's."""
+    failed = report(map(make_case, range(10**6, 10**6 + 360)), lambda case: same_as_autograd(case, method))
+    assert not failed, failed
+
+
+# --- other numbers than float64
+
+
+UNMASKED = [family for family in FAMILIES if family != "dropout"]  # a mask of another dtype is another mask
+
+
+def runs_in_torch(case: OperatorCase, net: Net, dtype: torch.dtype) -> bool:
+    """Whether torch itself has the operator in this dtype; float16 lacks a few on CPU."""
+    try:
+        run(case, net, dtype)
+    except RuntimeError as error:
+        if dtype != torch.float16 or "not implemented for" not in str(error):
+            raise
+        return False
+    net.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float16, 0.02)]
+)
+def test_other_dtypes(dtype: torch.dtype, tolerance: float) -> None:
+    """The gradients keep their dtype and are right to its digits, given what the layers made in it."""
+
+    def judge(case: OperatorCase) -> list[str]:
+        twin = plain(case, dtype)
+        if not runs_in_torch(case, twin, dtype):
+            return []
+        seen = run(case, prepare(case, case.net(dtype)), dtype)
+        wrong = forward_problems(case, seen, plain(case, dtype))
+        if {g.dtype for g in (*seen.gradients.values(), *seen.parameters.values())} != {dtype}:
+            wrong.append("a gradient changed its dtype")
+        return wrong + gradient_problems(case, seen, twin.double(), tolerance)
+
+    cases = [make_case(2 * 10**6 + seed, family) for family in UNMASKED for seed in range(5)]
+    failed = report(cases, judge)
+    assert not failed, failed
+
+
+def test_autocast() -> None:
+    """The forward of plain autocast bit by bit, and gradients right to the digits of bfloat16."""
+
+    def judge(case: OperatorCase) -> list[str]:
+        net, twin = prepare(case, case.net(torch.float32)), plain(case, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            seen = run(case, net, torch.float32)
+            wrong = forward_problems(case, seen, twin)
+        return wrong + gradient_problems(case, seen, twin.double(), 0.1)
+
+    cases = [make_case(3 * 10**6 + seed, family) for family in UNMASKED for seed in range(7)]
+    failed = report(cases, judge)
+    assert not failed, failed
+
+
+# --- what is kept, and what becomes dense
+
+
+def wide_case(family: str, seed: int) -> OperatorCase:
+    """An operator on maps of 24 x 24 behind one or two layers of patch 4."""
+    maps = Maps(batch=2, channels=8, size=(24, 24))
+    case = replace(make_case(seed, family), maps=maps, patch=(4, 4), second_patch=(4, 4), kernel=1)
+    return replace(
+        case, operator=make_operator(family, seed, maps), before="", after=None, layout="contiguous"
+    )
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "unknown"])
+def test_nothing_of_full_size_is_kept(family: str) -> None:
+    """All that is kept, the layers' own patch means included, is less than a quarter of one map."""
+    one_map = 2 * 8 * 24 * 24 * 8
+    for case in (wide_case(family, seed) for seed in range(20)):
+        if not case.operator.known:
+            continue
+        net = prepare(case, case.net())
+        with gf.kept_bytes(net) as kept:
+            net(case.image())
+        assert sum(kept.values()) < one_map / 4, (case.label, kept)
+
+
+def test_plain_torch_keeps_whole_maps() -> None:
+    """Or else the test above would not see them."""
+    case = wide_case("relu", 0)
+    with gf.kept_bytes(net := plain(case)) as kept:
+        net(case.image())
+    assert sum(kept.values()) >= 2 * 8 * 24 * 24 * 8
+
+
+@pytest.mark.parametrize(
+    ("gate", "slope"), [(nn.ReLU(), 0), (nn.ReLU6(), 0), (nn.LeakyReLU(0.2), 0), (nn.Hardtanh(), 0)], ids=str
+)
+def test_gates_keep_one_bit_for_exact_layers(gate: nn.Module, slope: float) -> None:
+    """Where the gradient stays dense, a gate keeps one bit per value."""
+    x = torch.randn(2, 3, 16, 16)
+    kept_sizes = []
+    for followed in (True, False):
+        net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Identity(), gate if followed else nn.Identity())
+        gf.apply_(net, gf.Exact())
+        with gf.kept_bytes(net) as kept:
+            y = net(x)
+        kept_sizes.append(sum(kept.values()))
+    assert kept_sizes[0] - kept_sizes[1] == y.numel() / 8
+
+
+UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "aten.add.Tensor": lambda x: torch.relu(x) + torch.exp(x),  # a coarse and a dense gradient meet at x
+    "aten.div.Tensor": lambda x: torch.relu(x / (1 + x.detach() ** 2)),
+    "aten.mul.Tensor": lambda x: torch.relu(x.mul_(x.detach().cos())),
+    "aten.copy_.default": lambda x: torch.relu_(x[:, :2]),  # in place on a view
+}
+
+
+@pytest.mark.parametrize("operator", UNKNOWN)
+def test_what_becomes_dense_is_counted(operator: str) -> None:
+    """By the name of the operator that asked for it; the gradients are right all the same."""
+    run_it = UNKNOWN[operator]
+    case = replace(wide_case("relu", 0), operator=Operator(operator, lambda owner, x: run_it(x), known=False))
+    seen = run(case, prepare(case, case.net()))
+    assert set(seen.fallbacks) & {operator}, seen.fallbacks
+    assert all(count == 1 for count in seen.fallbacks.values())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda y: y[:, 1:3], lambda y: y.transpose(2, 3)], ids=["slice", "transpose"]
+)
+@pytest.mark.parametrize(
+    "gate", [nn.ReLU(inplace=True), nn.SiLU(inplace=True), nn.Dropout(0.5, inplace=True)], ids=str
+)
+def test_in_place_on_a_view(make: Callable[[Tensor], Tensor], gate: Callable[[Tensor], Tensor]) -> None:
+    """The base of the view is overwritten too, so its gradient passes through torch's own bookkeeping."""
+    patches = (1, 1, 2, 3)
+
+    def overwrite(y: Tensor) -> Tensor:
+        torch.default_generator.manual_seed(0)
+        gate(make(y))
+        return y * 1
+
+    class Overwriting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 4, 1, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return overwrite(self.conv(x))
+
+    torch.default_generator.manual_seed(1)
+    model, x = Overwriting(), torch.randn(2, 2, 5, 5, dtype=torch.float64)
+    gf.apply_(model, gf.GradientFilter(patch=patches[2:]))
+    g = averaged(torch.randn(2, 4, 5, 5, dtype=torch.float64), patches)
+    z = model(x)
+    z.backward(g)
+    leaf = model.conv(x).detach().requires_grad_()
+    y = overwrite(leaf * 1)
+    assert torch.equal(y, z)
+    want = averaged(torch.autograd.grad(y, leaf, g)[0], patches)
+    assert not difference("bias", model.conv.bias.grad, want.sum((0, 2, 3)), TOLERANCE)
+    weight_grad = torch.einsum("nohw,nihw->oi", want, x)[..., None, None]
+    assert not difference("weight", model.conv.weight.grad, weight_grad, TOLERANCE)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if make_case(0, family).operator.coarse])
+def test_double_backward_is_refused(family: str) -> None:
+    """An averaged gradient has no meaningful derivative: say so instead of returning a wrong one."""
+    case = wide_case(family, 0)
+    net = prepare(case, case.net())
+    y = net(case.image().requires_grad_())
+    with pytest.raises(gf.GradFilterError, match="create_graph"):
+        torch.autograd.grad(y.sum(), net.first.weight, create_graph=True)
+
+
+# --- run with the layer before them
+
+
+@dataclass(frozen=True)
+class FollowedCase:
+    """A 1x1 convolution followed by a batch norm, an activation or both in an ``nn.Sequential``."""
+
+    seed: int
+    size: tuple[int, int]
+    patch: tuple[int, int]
+    norm: str
+    activation: str
+    exact: bool
+
+    @property
+    def label(self) -> str:
+        return f"Conv2d, {self.norm or 'no norm'}, {self.activation or 'no activation'}"
+
+    def net(self) -> nn.Sequential:
+        torch.default_generator.manual_seed(self.seed)
+        parts: list[nn.Module] = [nn.Conv2d(2, 4, 1, bias=self.seed % 2 == 0)]
+        parts += [nn.BatchNorm2d(4, affine=self.norm != "plain")] if self.norm else []
+        parts += [ACTIVATIONS[self.activation]()] if self.activation else []
+        for part in parts:
+            if isinstance(part, nn.BatchNorm2d):
+                for tensor in (part.running_mean, part.running_var, *part.parameters()):
+                    tensor.data.uniform_(0.3, 2)
+        return nn.Sequential(*parts, nn.Identity()).double()
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "ReLU": nn.ReLU,
+    "ReLU in place": lambda: nn.ReLU(inplace=True),
+    "ReLU6": nn.ReLU6,
+    "Hardtanh": lambda: nn.Hardtanh(-0.5, 0.8, inplace=True),
+    "LeakyReLU": lambda: nn.LeakyReLU(0.3),
+    "SiLU": nn.SiLU,
+    "Hardswish in place": lambda: nn.Hardswish(inplace=True),
+    "PReLU": nn.PReLU,
+    "Softplus": nn.Softplus,
+}
+
+
+def make_followed_case(seed: int) -> FollowedCase:
+    rng = Random(seed)  # noqa: S311
+    return FollowedCase(
+        seed=seed,
+        size=(rng.randint(1, 9), rng.randint(1, 9)),
+        patch=(rng.randint(1, 5), rng.randint(1, 5)),
+        norm=rng.choice(["", "fixed", "affine", "batch", "plain"]),
+        activation=rng.choice(["", *ACTIVATIONS]),
+        exact=rng.random() < 0.2,
+    )
+
+
+def followed_problems(case: FollowedCase) -> list[str]:
+    """The weights of the convolution and of the norm, and the gradient of the image."""
+    random = torch.Generator().manual_seed(case.seed)
+    image = torch.randn(2, 2, *case.size, generator=random, dtype=torch.float64).requires_grad_()
+    g = torch.randn(2, 4, *case.size, generator=random, dtype=torch.float64)
+    net, twin = case.net(), case.net()
+    method = gf.Exact() if case.exact else gf.GradientFilter(patch=case.patch)
+    gf.apply_(net, method, norm=case.norm if case.norm in ("affine", "batch") else "fixed")
+    y = net(image)
+    y.backward(g)
+
+    if case.norm != "batch":
+        twin.eval()
+    read, made = [], image.detach()
+    for part in twin:
+        read.append(made.requires_grad_())
+        made = part(made * 1).detach()
+    wrong = [] if torch.equal(y, made) else ["the forward is not the plain one, bit by bit"]
+    wanted = {name: parameter.grad is not None for name, parameter in net.named_parameters()}
+    for i, (part, x) in reversed(list(enumerate(zip(twin, read, strict=True)))):
+        if not case.exact and not isinstance(part, nn.Softplus | nn.Identity):
+            g = averaged(g, (1, 1, *case.patch))
+        own = {f"{i}.{name}": p for name, p in part.named_parameters() if wanted[f"{i}.{name}"]}
+        g, *own_grads = torch.autograd.grad(part(x * 1), [x, *own.values()], g)
+        for name, want in zip(own, own_grads, strict=True):
+            wrong += difference(f"gradient of {name}", net.get_parameter(name).grad, want, TOLERANCE)
+    return wrong + difference("gradient of the image", image.grad, g, TOLERANCE)
+
+
+def test_followers_of_a_layer() -> None:
+    """Norms and activations that run as one node with their layer give the same gradients."""
+    failed = report(map(make_followed_case, range(400)), followed_problems)
+    assert not failed, failed
+
+
+# --- negative controls: the same comparison must notice each mistake
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``attribute`` of ``owner`` replaced by ``broken(original)``; ``matters``: does a case depend on it?"""
+
+    families: Sequence[str]
+    owner: Any
+    attribute: str
+    broken: Callable[[Any], Any]
+    matters: Callable[[OperatorCase], bool]
+
+
+def full_patches(_: Any) -> Callable[[Grid, Tensor], float]:
+    return lambda grid, like: float(prod(grid.patches))
+
+
+def first_pixel(_: Any) -> Callable[[Tensor, Grid], Tensor]:
+    return lambda x, grid: x[tuple(slice(None, None, patch) for patch in grid.patches)]
+
+
+def ragged(case: OperatorCase) -> bool:
+    return any(n % r for n, r in zip(case.maps.size, case.shared_patches[2:], strict=True))
+
+
+def coarse(case: OperatorCase) -> bool:
+    return max(case.shared_patches) > 1
+
+
+MISTAKES: dict[str, Mistake] = {
+    "ragged patches counted as full": Mistake(
+        ["batch norm", "group norm"], norm, "pixels", full_patches, ragged
+    ),
+    "gate open on the other side": Mistake(
+        ["relu", "relu6", "leaky relu", "hardtanh"],
+        activation.Gate,
+        "openness",
+        lambda right: lambda gate, y: 1 - right(gate, y),
+        coarse,
+    ),
+    "slope of the first pixel": Mistake(
+        ["silu", "gelu", "tanh", "mish"], activation, "pool", first_pixel, coarse
+    ),
+    "maxima one neighbour off": Mistake(
+        ["max pool", "gated pool"],
+        max_pool,
+        "_count_each",
+        lambda right: lambda *how: right(*how).roll(1, 0),
+        lambda case: coarse(case) and case.lands == case.patches and case.maps.size > case.patches[2:],
+    ),
+    "matrices upside down": Mistake(
+        ["avg pool", "interpolate", "pad"],
+        spatial,
+        "_coarse_matrix",
+        lambda right: lambda *how: right(*how).flip(0),
+        lambda case: coarse(case) and prod(case.maps.size) > prod(case.patches),
+    ),
+    "broadcast to one pixel": Mistake(
+        ["channel scale"],
+        product,
+        "pixels",
+        lambda right: lambda grid, like: 1.0,
+        lambda case: coarse(case) and case.trains and case.operator.lands is not as_it_is,
+    ),
+    "mask of the first pixel": Mistake(
+        ["dropout", "product"],
+        product,
+        "pool",
+        first_pixel,
+        lambda case: coarse(case) and case.operator.lands is not as_it_is,
+    ),
+    "masks of a join multiplied as means": Mistake(
+        ["residual"], activation, "gated_term", lambda right: lambda z, grid: None, coarse
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_comparison_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library passes, and the broken library fails, nearly everywhere the mistake matters.
+
+    Not quite everywhere: all pixels of a patch may be alike, and some windows read one patch only.
+    """
+    mistake = MISTAKES[name]
+    cases = [make_case(seed, family) for seed in range(150) for family in mistake.families]
+    cases = [case for case in cases if case.maps.batch > 0 and mistake.matters(case)][:50]
+    assert len(cases) >= 25
+    assert not (failed := report(cases, problems)), failed
+    broken = mistake.broken(getattr(mistake.owner, mistake.attribute))
+    monkeypatch.setattr(mistake.owner, mistake.attribute, broken)
+    noticed = sum(bool(report([case], problems)) for case in cases)
+    assert noticed >= 0.8 * len(cases)
+
+
+def test_comparison_rejects_what_is_not_a_gradient() -> None:
+    """A missing gradient, a wrong shape and NaN are differences too."""
+    want = torch.ones(2, 3)
+    assert not difference("x", want.clone(), want, TOLERANCE)
+    for bad in (None, want[:1], want * torch.nan):
+        assert difference("x", bad, want, TOLERANCE)

@@ -140,6 +140,16 @@ def test_restore_gives_norms_the_mode_that_was_asked_for_last() -> None:
     assert all(module.training for module in gf.restore_(model).modules())
 
 
+def test_parts_of_fixed_norms_follow_the_mode() -> None:
+    model = gf.apply_(own_forwards().train(), FILTER)
+    assert [module.training for module in (model[1], model[1].drop)] == [False, True]
+    model.eval().train()
+    assert [module.training for module in (model[1], model[1].drop)] == [False, True]
+    model.eval()
+    assert not model[1].drop.training
+    assert not any(module.training for module in gf.restore_(model).modules())
+
+
 def test_apply_and_restore_twice() -> None:
     model, x = Net().eval(), images()
     first = gradients(gf.apply_(model, FILTER), x)
@@ -758,17 +768,27 @@ def test_state_dicts_go_in_and_out() -> None:
 def test_scales_of_fixed_norms_are_not_remembered_too_long() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
     x = images()
-    first = gradients(gf.apply_(model, gf.GradientFilter(patch=1)), x)["0.weight"]
-    for assign in (False, True):
-        weights = {key: value.clone() for key, value in model.state_dict().items()}
-        weights["1.running_var"] = weights["1.running_var"] * 4
-        model.load_state_dict(weights, assign=assign)
-        gf.restore_(model)
-        exact = gradients(gf.apply_(model, gf.Exact()), x)["0.weight"]
-        gf.restore_(model)
-        found = gradients(gf.apply_(model, gf.GradientFilter(patch=1)), x)["0.weight"]
-        assert torch.allclose(found, exact)
-        assert not torch.allclose(found, first)
+    gf.apply_(model, FILTER)
+    first = gradients(model, x)["0.weight"]
+
+    def in_place() -> None:
+        model[1].running_var.mul_(4)
+
+    def assigned() -> None:
+        weights = {**model.state_dict(), "1.running_var": model[1].running_var * 4}
+        model.load_state_dict(weights, assign=True)
+
+    def at_the_same_address() -> None:
+        new = (model[1].running_var * 4).tolist()
+        model[1].running_var = None
+        model[1].running_var = torch.tensor(new)
+
+    def data() -> None:
+        model[1].running_var.data = model[1].running_var * 4
+
+    for i, change in enumerate((in_place, assigned, at_the_same_address, data)):
+        change()
+        assert torch.allclose(gradients(model, x)["0.weight"], first / 4 ** (i + 1), rtol=1e-3), change
 
 
 # Modules that are there twice, and layers with a forward of their own
@@ -830,8 +850,14 @@ class LoudReLU(nn.ReLU):
 
 
 class NormAct(nn.BatchNorm2d):
+    """As in timm."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Dropout(), nn.ReLU()
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(super().forward(x))
+        return self.act(self.drop(super().forward(x)))
 
 
 def own_forwards() -> nn.Module:

@@ -138,7 +138,7 @@ def _run(model: nn.Module, batch: Any, loss: Loss, plan: Plan, *, exactly: bool)
     for name in records:
         weight = copied.get_parameter(f"{name}.weight")
         note = partial(_note_weight, name, records[name], order)
-        weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        weight.register_post_accumulate_grad_hook(note)
     devices = {p.device for p in copied.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices), torch.enable_grad():
         torch.autograd.backward(_scalar_loss(copied, batch, loss))

@@ -49,14 +49,11 @@ class Asked:
 
 
 def asked(func: Any, args: Any, kwargs: Any, tokens: tuple[int, int] | None = None) -> Asked | None:
-    """What ``func`` is asked to do, or None if it is no layer's function."""
-    reader = _READERS.get(func)
-    if reader is None:
-        return None
+    """What ``func`` is asked to do; None if it is no layer's function, or cannot do it."""
     if func is F.linear:
         return _linear(*args, **kwargs, tokens=tokens)
-    found: Asked = reader(func, *args, **kwargs)
-    return found
+    reader = _READERS.get(func)
+    return None if reader is None else reader(func, *args, **kwargs)
 
 
 def _linear(
@@ -79,7 +76,7 @@ def _convolution(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Asked:
+) -> Asked | None:
     run = partial(func, stride=stride, padding=padding, dilation=dilation, groups=groups)
     return _asked(run, input, weight, bias, stride, padding, dilation, groups)
 
@@ -94,7 +91,7 @@ def _transposed(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
-) -> Asked:
+) -> Asked | None:
     run = partial(
         func, stride=stride, padding=padding, output_padding=output_padding, groups=groups, dilation=dilation
     )
@@ -111,15 +108,16 @@ def _asked(
     dilation: Any,
     groups: int,
     output_padding: Any = None,
-) -> Asked:
-    kernel = tuple(weight.shape[2:])
+) -> Asked | None:
     batched = x.dim() == weight.dim()
     x = x if batched else x.unsqueeze(0)
+    if x.dim() != weight.dim():
+        return None
     channels = weight.shape[0] if output_padding is None else weight.shape[1] * groups
     geometry = conv_geometry(
         tuple(x.shape),
         channels,
-        kernel,
+        tuple(weight.shape[2:]),
         _setting(stride),
         _setting(padding),
         _setting(dilation),
@@ -174,8 +172,7 @@ def _padding_ends(
     return [(p, p) for p in sides]
 
 
-_READERS: dict[Any, Callable[..., Asked]] = {
-    F.linear: _linear,
+_READERS: dict[Any, Callable[..., Asked | None]] = {
     F.conv1d: _convolution,
     F.conv2d: _convolution,
     F.conv3d: _convolution,

@@ -7,7 +7,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .errors import GradFilterError
 
@@ -55,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_plan(commands)
@@ -73,19 +73,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-class _Version(argparse.Action):
-    """The metadata is read only if someone asks."""
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        from importlib.metadata import version
-
-        print(version("gradfilter"))
-        raise SystemExit(0)
-
-
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser("demo", help="train a small network exactly and filtered, side by side")
-    demo.add_argument("--steps", type=_count, default=120, help="training steps per method (default: 120)")
+    demo.add_argument("--steps", type=_count, default=80, help="training steps per method (default: 80)")
     demo.set_defaults(run=_demo)
 
 
@@ -100,12 +90,128 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser("plan", help="show what would change in a model, and what that saves")
-    _add_planning(plan, batch=8, size=224)
-    plan.set_defaults(run=_show_plan)
+    _add_planning(plan, size=224)
+    plan.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    import torch
+
+    model = _model(arguments)
+    print(_planned(arguments, model, torch.empty(arguments.batch, 3, arguments.size, arguments.size)))
 
 
 def _add_analyze(commands: Any) -> None:
-    analyze = commands.add_parser("analyze", help="compare filtered gradients with exact ones, layer by layer")
-    _add_planning(analyze, batch=8, size=96)
-    analyze.add_argument("--data", metavar="FOLDER", help="folder of pictures, one folder per class (default: noise)")
+    analyze = commands.add_parser("analyze", help="compare filtered gradients with exact ones by layer")
+    _add_planning(analyze, size=96)
+    analyze.add_argument("--data", metavar="FOLDER", help="pictures, one folder per class (default: noise)")
     analyze.set_defaults(run=_analyze)
+
+
+def _analyze(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from .analysis import analyze
+    from .pictures import batch_from_folder
+
+    torch.manual_seed(0)
+    model = _model(arguments).eval()
+    if arguments.data:
+        images, labels = batch_from_folder(arguments.data, arguments.batch, arguments.size)
+    else:
+        images = torch.randn(arguments.batch, 3, arguments.size, arguments.size)
+        labels = torch.arange(arguments.batch) % 2
+    print(analyze(model, (images, labels), _classification_loss, _planned(arguments, model, images)))
+
+
+def _classification_loss(output: Tensor, labels: Tensor) -> Tensor:
+    from torch.nn.functional import cross_entropy
+
+    classes = output.shape[1] if hasattr(output, "shape") and len(output.shape) == 2 else 0
+    if int(labels.max()) >= classes:
+        raise GradFilterError(
+            f"The model does not tell {int(labels.max()) + 1} classes apart, as this command needs here; "
+            "gradfilter.analyze in Python takes any model and loss."
+        )
+    return cross_entropy(output, labels)
+
+
+def _add_planning(parser: argparse.ArgumentParser, *, size: int) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a name; `gradfilter models` lists most")
+    add("--layers", default="last:4", help='which train: "last:4" (default), "all", "layer4.*" ...')
+    add("--patch", type=_count, default=2, help="side of the patches (default: 2)")
+    add("--taps", choices=["overlap", "collapse"], default="overlap", help="default: overlap")
+    add("--norm", choices=["fixed", "affine", "batch"], default="fixed", help="batch norms (default: fixed)")
+    add("--batch", type=_count, default=8, help="pictures in a batch (default: 8)")
+    add("--size", type=_count, default=size, help=f"side of the pictures (default: {size})")
+    add("--classes", type=_count, help="outputs of the model (default: as usual)")
+    add("--weights", metavar="FILE", help="weights, .safetensors or .pth (default: random)")
+
+
+def _model(arguments: argparse.Namespace) -> nn.Module:
+    from .models import build
+
+    return build(arguments.model, classes=arguments.classes, weights=arguments.weights)
+
+
+def _planned(arguments: argparse.Namespace, model: nn.Module, example: Tensor) -> Plan:
+    from .costs import plan
+    from .methods import GradientFilter
+
+    method = GradientFilter(arguments.patch, arguments.taps)
+    return plan(model, method, arguments.layers, norm=arguments.norm, example=example)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure filtered against exact training on this machine")
+    kinds = bench.add_subparsers(metavar="WHAT", required=True)
+    helps = {
+        "layers": "the backward of single convolutions",
+        "regions": "forward, backward and kept bytes of ResNet-18 and MobileNetV2",
+    }
+    for name, help_ in helps.items():
+        kind = kinds.add_parser(name, help=help_)
+        kind.add_argument("--batch", type=_count, default=8, help="pictures in a batch (default: 8)")
+        kind.add_argument("--rounds", type=_count, default=9, help="measurements per method (default: 9)")
+        kind.add_argument("--threads", type=_count, default=2, help="threads that torch may use (default: 2)")
+        kind.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+        kind.add_argument("--json", metavar="FILE", help="also write all numbers to a file")
+        kind.set_defaults(run=_bench, benchmark=name)
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    import json
+
+    import torch
+
+    from .bench import layers, regions, report
+    from .progress import Progress
+
+    torch.set_num_threads(arguments.threads)
+    measure = layers.measure if arguments.benchmark == "layers" else regions.measure
+    with _writable(arguments.json) as file, Progress() as tell:
+        record = measure(arguments.batch, rounds=arguments.rounds, tell=tell)
+        if file:
+            json.dump(record, file, indent=1)
+    print(report.markdown(record) if arguments.markdown else report.text(record))
+
+
+def _writable(path: str | None) -> AbstractContextManager[TextIO | None]:
+    """Opened before the measuring, so that a wrong name does not cost its minutes."""
+    try:
+        return open(path, "w") if path else nullcontext()
+    except OSError as error:
+        raise GradFilterError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _models(arguments: argparse.Namespace) -> None:
+    from .models import names
+
+    print("\n".join(names()))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)

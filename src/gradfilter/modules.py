@@ -5,7 +5,7 @@ Only a module's class changes: its parameters, buffers, hooks and state-dict key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -82,10 +82,13 @@ class _LayerCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        call = asked(func, args, kwargs, self.method.tokens)
-        if call is None or call.why_exact or not (call.x.requires_grad or call.weight.requires_grad):
-            return func(*args, **kwargs)
-        return self._run_layer(call)
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # from here on the region's functions are plain ones, and faster
+            call = asked(func, args, kwargs, self.method.tokens)
+            if call and not call.why_exact and (call.x.requires_grad or call.weight.requires_grad):
+                return self._run_layer(call)
+        return func(*args, **kwargs)
 
     def _run_layer(self, call: Asked) -> Tensor:
         method = Exact() if self.method.refuses(call.geometry) else self.method
@@ -100,8 +103,10 @@ class FixedNorm(RegionModule):
     """A norm whose statistics stay as they are, whatever mode the model is put in."""
 
     def train(self, mode: bool = True) -> Any:
-        self.__dict__["gradfilter_record"]["training"] = mode  # the mode it is given back by restore_
-        return super().train(False)  # type: ignore[misc]
+        super().train(mode)  # type: ignore[misc]
+        self.__dict__["gradfilter_record"]["training"] = mode  # what restore_ will give back
+        self.training = False
+        return self
 
 
 class RegionSequential(RegionModule):
@@ -123,7 +128,7 @@ class RegionSequential(RegionModule):
 
 def _followers(layer: nn.Module, modules: list[nn.Module]) -> Followers:
     """The norm and the activation that can be run with the layer; where there are hooks, none."""
-    if not (isinstance(layer, RegionLayer) and _can_join(layer, _LAYER_FORWARDS)):
+    if not (isinstance(layer, RegionLayer) and _can_join(layer, CONVOLUTIONS)):
         return NOBODY
     norm = modules.pop(0) if modules and _is_constant_norm(modules[0]) else None
     run_norm = None if norm is None else _own_forward(norm)
@@ -133,21 +138,14 @@ def _followers(layer: nn.Module, modules: list[nn.Module]) -> Followers:
     return Followers(norm, run_norm, modules[0], _own_forward(modules[0]), gate)
 
 
-def _can_join(module: nn.Module, forwards: Sequence[Callable[..., Any]]) -> bool:
-    """Whether a module computes as its torch class does, and nobody looks on."""
-    base = getattr(module, "gradfilter_base", None)
+def _can_join(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a module is just what one of torch's classes makes, and nobody looks on."""
     return (
-        base is not None
-        and base.forward in forwards
+        getattr(module, "gradfilter_base", None) in classes
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not _has_any_global_hook()
     )
-
-
-_LAYER_FORWARDS = tuple(layer.forward for layer in CONVOLUTIONS)
-_NORM_FORWARDS = (nn.modules.batchnorm._BatchNorm.forward,)
-_GATE_FORWARDS = (nn.ReLU.forward, nn.Hardtanh.forward, nn.LeakyReLU.forward)  # ReLU6 is a Hardtanh
 
 
 def _own_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -159,17 +157,17 @@ def _is_constant_norm(module: nn.Module) -> bool:
     """A batch norm that is the same scale and shift at every step."""
     return (
         isinstance(module, FixedNorm)
-        and _can_join(module, _NORM_FORWARDS)
+        and _can_join(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
         and module.running_var is not None
         and not module.training
-        and not any(p.requires_grad for p in module.parameters(recurse=False))
+        and not any(p is not None and p.requires_grad for p in module._parameters.values())
     )
 
 
 def _gate(module: nn.Module) -> Gate | None:
-    if not _can_join(module, _GATE_FORWARDS):
+    if not _can_join(module, (nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.LeakyReLU)):
         return None
-    if isinstance(module, nn.Hardtanh):
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return Gate(module.min_val, module.max_val)
     if isinstance(module, nn.LeakyReLU):
         return Gate(shut=module.negative_slope) if module.negative_slope >= 0 else None

@@ -152,8 +152,18 @@ def format_count(count: int) -> str:
 
 
 def table(lines: list[list[str]]) -> str:
-    """Cells to aligned columns."""
+    """Cells to aligned columns; numbers, except in the first column, to the right.
+
+    >>> print(table([["name", "size"], ["a", "10"], ["b", "9"]]))
+    name  size
+    a       10
+    b        9
+    """
     columns = max(map(len, lines))
     rows = [line + [""] * (columns - len(line)) for line in lines]
-    widths = [max(len(row[i]) for row in rows) for i in range(columns)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    cells = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        numbers = i > 0 and all(cell[:1] in "-.0123456789" for cell in column[1:])
+        cells.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*cells, strict=True))

@@ -28,34 +28,42 @@ from .wanted import wanted_grid
 
 __all__ = ["region"]
 
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 aten = torch.ops.aten
 Handler = Callable[..., Any]
 
 
 def region() -> Any:
     """A context in which torch's functions run as a region's; entering it again inside changes nothing."""
-    return nullcontext() if getattr(_active, "region", False) else _Region()
+    current: _Region | None = getattr(_active, "region", None)
+    return nullcontext() if current is not None and current.is_current() else _Region()
 
 
 _active = threading.local()
 
 
 class _Region(TorchFunctionMode):
+    """Ends where other saved-tensor hooks begin: what runs in those, a checkpoint runs again without it."""
+
     def __enter__(self) -> _Region:
-        _active.region = True
+        self.hooks, self.outer = _saved_tensor_hooks(True), getattr(_active, "region", None)
+        _active.region = self
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _active.region = False
+        _active.region = self.outer
+
+    def is_current(self) -> bool:
+        return bool(_saved_tensor_hooks(True) == self.hooks)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         handler = _table().get(func)
-        if handler is None or not torch.is_grad_enabled():
+        if handler is None or not torch.is_grad_enabled() or not self.is_current():
             return func(*args, **kwargs)
         if "input" in kwargs:
             args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}

@@ -11,7 +11,7 @@ from .calls import conv_geometry
 from .errors import PlanError, nearest
 from .geometry import ConvGeometry
 from .methods import Exact, Method
-from .modules import BATCH_NORMS, LAYERS, NORMS, FixedNorm, RegionLayer, RegionModule, region_class, role_of
+from .modules import BATCH_NORMS, LAYERS, NORMS, FixedNorm, RegionLayer, region_class, role_of
 from .plans import Action, LayerPlan, NormPolicy, Plan
 from .selection import Layer, Layers, layers_of, select
 from .trace import Trace, trace
@@ -56,7 +56,7 @@ def _check(model: nn.Module, method: Method, norm: str) -> None:
 
 
 def _check_unchanged(model: nn.Module) -> None:
-    if any(isinstance(module, RegionModule) for module in model.modules()):
+    if any(_RECORD in module.__dict__ for module in model.modules()):
         raise PlanError("The model has a plan applied already; call gf.restore_(model) first.")
 
 
@@ -169,7 +169,8 @@ def _check_changeable(modules: dict[str, nn.Module]) -> None:
 def _change(module: nn.Module, method: Method | None, fixed: bool) -> None:
     base: Any = type(module)
     role: Any = RegionLayer if method else FixedNorm if fixed else role_of(module)
-    module.__class__ = region_class(base, role)
+    if not isinstance(module, torch.fx.GraphModule):  # which writes to its class whenever its graph changes
+        module.__class__ = region_class(base, role)
     flags = {name: p.requires_grad for name, p in module.named_parameters(recurse=False)}
     module.__dict__[_RECORD] = {"training": module.training, "requires_grad": flags}
     if method:
@@ -186,7 +187,7 @@ def restore_(model: Model) -> Model:
     >>> type(gf.restore_(gf.apply_(model, gf.GradientFilter()))[0]) is nn.Conv2d
     True
     """
-    changed: list[Any] = [module for module in model.modules() if isinstance(module, RegionModule)]
+    changed: list[Any] = [module for module in model.modules() if _RECORD in module.__dict__]
     for module in changed:
         record = module.__dict__[_RECORD]
         if isinstance(module, FixedNorm):
@@ -195,7 +196,7 @@ def restore_(model: Model) -> Model:
             parameter.requires_grad_(record["requires_grad"].get(name, parameter.requires_grad))
         for ours in [name for name in module.__dict__ if name.startswith("gradfilter_")]:
             del module.__dict__[ours]
-        module.__class__ = module.gradfilter_base
+        module.__class__ = getattr(module, "gradfilter_base", type(module))
     return model
 
 

@@ -49,22 +49,24 @@ def trace(model: nn.Module, example: Tensor, prepare: Callable[[nn.Module], Any]
     """Run a copy of the model, once ``prepare`` has changed it, on the meta device and note what it does."""
     if not isinstance(example, Tensor):
         raise PlanError(f"example must be an input tensor of the model, not {type(example).__name__}.")
+    found = Trace()
     try:
         copied = _on_meta(model)
         prepare(copied)
-        return _run(copied, example, tokens)
+        _run(copied, example, tokens, found)
     except PlanError:
         raise
     except Exception as error:
-        first_line = str(error).partition("\n")[0]
+        place = f"at {found.executed[-1]}: " if found.executed and found.executed[-1] else ""
         raise PlanError(
-            f"The model could not be run on the shape {tuple(example.shape)} of the example "
-            f"({first_line}); give an input it accepts, or plan without an example."
+            f"The model could not be run on the shape {tuple(example.shape)} of the example ({place}"
+            f"{str(error).partition(chr(10))[0]}); give an input it accepts, or plan without an example."
         ) from error
+    return found
 
 
-def _run(model: nn.Module, example: Tensor, tokens: Tokens) -> Trace:
-    found, stack = Trace(), [""]
+def _run(model: nn.Module, example: Tensor, tokens: Tokens, found: Trace) -> None:
+    stack = [""]
     for name, module in model.named_modules():
         _note_modules(name, module, found, stack)
     x = torch.empty_like(example, device="meta", requires_grad=False)
@@ -78,7 +80,6 @@ def _run(model: nn.Module, example: Tensor, tokens: Tokens) -> Trace:
         ):
             contexts.enter_context(context)
         model(x)
-    return found
 
 
 def _note_modules(name: str, module: nn.Module, found: Trace, stack: list[str]) -> None:
@@ -110,34 +111,40 @@ class _NoteCalls(TorchFunctionMode):
 
 
 class _AsOnRealDevices(TorchDispatchMode):
-    """Batch norm without batch statistics returns none; on the meta device alone it does, and they are kept."""
+    """Batch norm with fixed statistics returns none; on the meta device alone it does, and they are kept."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_batch_norm.default and not args[5]:
-            return result[0], result[1].new_empty(0), result[2].new_empty(0)
-        return result
+            x = args[0]
+            return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def kept_by(stack: list[str], kept: dict[str, int], model: nn.Module | None) -> Iterator[None]:
     """Add bytes of unique storages saved for the backward to ``kept``, by the module on top of ``stack``.
 
-    What a layer and another module both keep, as a convolution and the ReLU before it do, counts as the layer's.
+    What a layer and another module both keep, as a convolution and the ReLU before it do, is the layer's.
     """
-    layers = {name for name, module in model.named_modules() if isinstance(module, LAYERS)} if model else set()
+    modules = dict(model.named_modules()) if model else {}
+    layers = {name for name, module in modules.items() if isinstance(module, LAYERS)}
     own = [*model.parameters(), *model.buffers()] if model else []
-    known = {tensor.untyped_storage()._cdata for tensor in own}
-    owners: dict[int, tuple[str, Tensor]] = {}  # the tensor is held, so that its address is not used again
+    uncounted = {tensor.untyped_storage()._cdata for tensor in own}
+    owners: dict[int, str] = {}
+    held: list[Tensor] = []  # so that their addresses are not used again
 
     def pack(tensor: Tensor) -> Tensor:
         storage, name = tensor.untyped_storage(), stack[-1]
-        owner = owners.get(storage._cdata, (None, tensor))[0]
-        if storage._cdata not in known and (owner is None or name in layers and owner not in layers):
-            owners[storage._cdata] = name, tensor
+        if storage._cdata in uncounted:
+            return tensor
+        owner = owners.setdefault(storage._cdata, name)
+        if len(owners) > len(held):
+            held.append(tensor)
             kept[name] += storage.nbytes()
-            if owner is not None:
-                kept[owner] -= storage.nbytes()
+        elif name in layers and owner not in layers:
+            owners[storage._cdata] = name
+            kept[name] += storage.nbytes()
+            kept[owner] -= storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ..costs import kept_bytes, plan
 from ..methods import Exact, Method
 from ..models import build
-from ..plans import Plan, format_bytes
+from ..plans import format_bytes
 from ..progress import Tell, silent
 from ..surgery import apply_
+from .baseline import train_plainly_
 from .environment import environment
 from .layers import ARMS, WARMUP
 from .timing import Interval, in_turn, median_of, ratio_of
@@ -92,15 +93,7 @@ def _measure_case(case: Case, batch: int, size: int, rounds: int, tell: Tell) ->
 def _prepared(model: nn.Module, layers: str, method: Method) -> nn.Module:
     copied = copy.deepcopy(model)
     planned = plan(copied, method, layers)
-    return _plain(copied, planned) if isinstance(method, Exact) else apply_(copied, planned)
-
-
-def _plain(model: nn.Module, planned: Plan) -> nn.Module:
-    trained = set(planned.trained)
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(name in trained)
-    return model
+    return train_plainly_(copied, planned) if isinstance(method, Exact) else apply_(copied, planned)
 
 
 def _kept(model: nn.Module, x: Tensor) -> int:

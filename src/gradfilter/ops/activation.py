@@ -8,6 +8,7 @@ grid, one bit per value. Smooth activations keep the mean slope.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -63,7 +64,8 @@ class Gate(NamedTuple):
         if self.high == float("inf"):
             above: Tensor = torch.ops.aten.threshold_backward(one, y, self.low)
             return above
-        between: Tensor = torch.ops.aten.hardtanh_backward(one, y, self.low, self.high)
+        low, high = (_as_stored(bound, y.dtype) for bound in (self.low, self.high))
+        between: Tensor = torch.ops.aten.hardtanh_backward(one, y, low, high)
         return between
 
     def shuts(self, grid: Grid) -> bool:
@@ -76,6 +78,12 @@ class Gate(NamedTuple):
         else:
             share = kept.to(values.dtype) / pixels(grid, values)
         return values * share if self.shut == 0 else values * (share * (1 - self.shut) + self.shut)
+
+
+@lru_cache(maxsize=64)
+def _as_stored(bound: float, dtype: torch.dtype) -> float:
+    """The number that a shut gate's output has: few digits of the bound itself in half precision."""
+    return torch.tensor(bound, dtype=dtype).item()
 
 
 class Slope(NamedTuple):
@@ -124,7 +132,7 @@ class _Activation(torch.autograd.Function):
         kept = kind.after(y, grid) if kept is None else kept
         joint: tuple[Tensor, ...] = ()
         if isinstance(kind, Gate) and kind.shuts(grid):
-            ctx.gate, ctx.gate_index = kind.openness, 0
+            ctx.gate, ctx.open_count = kind.openness, kept
             if term is not None:
                 joint = (count_open(kind.openness(y).mul_(term[0]), grid), term[1])
         ctx.save_for_backward(kept, *joint)
@@ -135,6 +143,7 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
         kept, *joint = ctx.saved_tensors
+        ctx.open_count = None
         if ctx.grid.is_dense:
             return ctx.kind.times(densify(grad), kept, ctx.grid), None, None, None, None, None
         arrived = onto(grad, ctx.grid)
@@ -151,7 +160,9 @@ def count_open(openness: Tensor, grid: Grid) -> Tensor:
     if openness.dtype in (torch.float16, torch.bfloat16):
         openness = openness.float()  # a count may need more digits than these have
     share = pool(openness, grid)
-    return share.mul_(pixels(grid, share)).round_().to(torch.uint8 if prod(grid.patches) < 256 else torch.int32)
+    return (
+        share.mul_(pixels(grid, share)).round_().to(torch.uint8 if prod(grid.patches) < 256 else torch.int32)
+    )
 
 
 def prelu(x: Tensor, weight: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def gated(x: Tensor, grid: Grid) -> Gated | None:
     openness = getattr(node, "gate", None)
     if openness is None or node.wanted != grid.patches:
         return None
-    count: Tensor = node.saved_tensors[node.gate_index]
+    count: Tensor = node.open_count  # not one of its saved_tensors: a checkpoint would compute those again
     if count.dim() > x.dim():  # max pooling counts by neighbour
         count = count.sum(0, dtype=count.dtype)
     return Gated(openness, count)

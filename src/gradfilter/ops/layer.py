@@ -80,7 +80,7 @@ class _Layer(torch.autograd.Function):
             y = followers.run_activation(y)
             slope = followers.slope.after(y, ctx.grid) if slope is None else slope
         if isinstance(followers.slope, Gate) and followers.slope.shuts(ctx.grid):
-            ctx.gate, ctx.gate_index = followers.slope.openness, 1
+            ctx.gate, ctx.open_count = followers.slope.openness, slope
         ctx.save_for_backward(weight, slope, *kept)
         ctx.call, ctx.coarse_input, ctx.dtypes = call, coarse_input, (x.dtype, weight.dtype)
         return y
@@ -89,6 +89,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
         weight, slope, *kept = ctx.saved_tensors
+        ctx.open_count = None
         call: Call = ctx.call
         grad = _through_followers(grad, ctx.grid, call.followers, slope)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -126,13 +127,14 @@ def _through_followers(grad: Tensor, grid: Grid, followers: Followers, slope: Te
 def _remembered_scale(norm: Any, like: Tensor) -> Tensor:
     """The norm's scale, worked out again only when its statistics or parameters have changed."""
     var, weight = norm.running_var, norm.weight
-    state = [var.data_ptr(), var._version, like.dtype, like.dim()]
-    state += [] if weight is None else [weight.data_ptr(), weight._version]
+    sources = (var,) if weight is None else (var, weight)
+    state = [like.dtype, like.dim(), *((id(t), t.data_ptr(), t._version) for t in sources)]
     known = norm.__dict__.get("gradfilter_scale")
     if known is None or known[0] != state:
-        known = norm.__dict__["gradfilter_scale"] = (state, fixed_scale(var, weight, norm.eps, like))
-    scale: Tensor = known[1]
-    return scale
+        scale = fixed_scale(var, weight, norm.eps, like)
+        known = norm.__dict__["gradfilter_scale"] = (state, scale, sources)  # held, so that ids stay theirs
+    remembered: Tensor = known[1]
+    return remembered
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:

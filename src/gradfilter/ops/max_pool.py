@@ -88,15 +88,19 @@ class _CountedMax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, window: PoolWindow, grid: Grid, gate: Gated | None) -> Tensor:
+        y: Tensor
         y, index = window.run(x, True)
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # the meta device has no autocast
+            y = window.run(x, False)  # autocast knows the two forms apart, and may cast only this one
         ctx.wanted = grid.patches
         ctx.out_grid, ctx.grid, ctx.window = Grid.of(tuple(y.shape), grid.patches), grid, window
         ctx.first, ctx.reach = _neighbours(window, grid, ctx.out_grid)
         neighbour = _neighbour_of_maximum(index, x.shape, ctx.out_grid, grid, window, ctx.first, ctx.reach)
         if gate is not None:
             neighbour.masked_fill_(gate.openness(y) == 0, -1)
-            ctx.gate, ctx.gate_index = gate.openness, 0
         counts = _count_each(neighbour, prod(ctx.reach), ctx.out_grid)
+        if gate is not None:
+            ctx.gate, ctx.open_count = gate.openness, counts
         ctx.save_for_backward(counts, None if gate is None else gate.open_count)
         return y
 
@@ -104,6 +108,7 @@ class _CountedMax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
         counts, open_count = ctx.saved_tensors
+        ctx.open_count = None
         values = onto(grad, ctx.out_grid)
         patches_out, patches_in = ctx.out_grid.coarse_shape[2:], ctx.grid.coarse_shape[2:]
         steps, before = ctx.window.stride, [-f for f in ctx.first]
