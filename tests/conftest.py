@@ -10,7 +10,11 @@ import torch
 from gradfilter.errors import ModelError
 from gradfilter.models import _torchvision
 
-torch.set_num_threads(1)  # pytest-xdist runs one process per core
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """pytest-xdist runs one process per core; threads that wait for each other make tests far slower."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -224,7 +224,7 @@ def overlap_matrix(size: int, rows: int, columns: int) -> Tensor:
 
 
 def pixels(grid: Grid, like: Tensor) -> Tensor | float:
-    """The number of real pixels in each patch: one number where all are equal, else a broadcastable tensor."""
+    """The number of real pixels in each patch: one number if all are equal, else a broadcastable tensor."""
     if grid.is_even:
         return float(math.prod(grid.patches))
     return _ragged_pixels(grid.shape, grid.patches, like.dtype, like.device)

@@ -51,7 +51,8 @@ def _common(node: Any, shape: Shape) -> Patches | None:
 
 def _along(node: Any, shape: Shape) -> Patches | None:
     """Parts of a dimension have the patches of the whole only where that dimension has none."""
-    patches = _common(node, shape)
+    whole = tuple(getattr(node, "_saved_self_sym_sizes", shape))
+    patches = _common(node, whole)
     return None if patches is None or patches[_signed(node._saved_dim)] != 1 else patches
 
 

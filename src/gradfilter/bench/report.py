@@ -8,7 +8,7 @@ from ..plans import table
 from . import layers, regions
 from .environment import conditions
 
-__all__ = ["markdown", "text"]
+__all__ = ["markdown", "markdown_table", "text"]
 
 _LINES = {"layers": layers.lines, "regions": regions.lines}
 
@@ -20,9 +20,19 @@ def text(record: dict[str, Any]) -> str:
 
 def markdown(record: dict[str, Any]) -> str:
     """The same in Markdown."""
-    head, *body = ("| " + " | ".join(line) + " |" for line in _lines(record))
-    rule = "|" + " --- |" * len(_lines(record)[0])
-    return "\n".join([head, rule, *body, "", conditions(record["environment"])])
+    return f"{markdown_table(_lines(record))}\n\n{conditions(record['environment'])}"
+
+
+def markdown_table(lines: list[list[str]]) -> str:
+    """Cells to a Markdown table; the first line is its head.
+
+    >>> print(markdown_table([["layer", "ms"], ["conv", "3"]]))
+    | layer | ms |
+    | --- | --- |
+    | conv | 3 |
+    """
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, "|" + " --- |" * len(lines[0]), *body])
 
 
 def _lines(record: dict[str, Any]) -> list[list[str]]:

@@ -60,7 +60,7 @@ class GradientFilter(Method):
             if fnmatchcase(name, pattern):
                 return replace(self, patch=patch)
         raise PlanError(
-            f"GradientFilter's patch names no pattern that matches layer {name}; add '*' with a default patch."
+            f"GradientFilter's patch has no pattern that matches layer {name}; add '*' with a default patch."
         )
 
     def refuses(self, geometry: ConvGeometry) -> str | None:

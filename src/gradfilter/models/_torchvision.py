@@ -59,10 +59,10 @@ def _import(name: str, extra: str) -> ModuleType:
 
 @cache  # a Library takes its operators with it when it is collected: the cache keeps it
 def _declare_missing_operators() -> torch.library.Library:
-    operators = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    operators = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        operators.define(schema)  # type: ignore[no-untyped-call]
+        operators.define(schema)
     return operators
 
 

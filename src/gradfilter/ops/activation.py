@@ -59,7 +59,7 @@ class Gate(NamedTuple):
         return pack(openness != 0) if grid.is_dense else count_open(openness, grid)
 
     def openness(self, y: Tensor) -> Tensor:
-        """1 where the gate is open, 0 where it is shut; torch's backward of such gates makes it in one pass."""
+        """1 where the gate is open, 0 where it is shut; torch's backward of gates makes it in one pass."""
         one = y.new_ones(1).expand(y.shape)
         if self.high == float("inf"):
             above: Tensor = torch.ops.aten.threshold_backward(one, y, self.low)

@@ -1,4 +1,4 @@
-"""The backward of a convolution on the grid: patch means of gradient and input in, patch means and weights out.
+"""The backward of a convolution on the grid: patch means of gradient and input in, gradients out.
 
 With g and x constant on their patches, the exact backward, averaged over input patches, needs patch values
 only. Four ways to run it; all but ``Collapsed`` give the same numbers, and the cheapest one is taken.

@@ -68,7 +68,7 @@ class Collapsed:
         return summed.t() if self.geometry.transposed else summed
 
     def _weighed(self, grad: Tensor, sums: Tensor) -> Tensor:
-        """What the kernel is applied to: sums over patches, or means where both maps have the same patches."""
+        """What the kernel is applied to: sums, or means where both maps have the same patches."""
         return grad if self.same_pixels else sums
 
     def _per_pixel(self, x_grad: Tensor) -> Tensor:

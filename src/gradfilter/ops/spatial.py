@@ -102,7 +102,7 @@ def _is_mean(keyed: _Keyed, size: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _coarse_matrix(keyed: _Keyed, size_in: int, in_patch: int, size_out: int, out_patch: int) -> Tensor:
-    """Means over input patches of the transposed operator, applied to a gradient constant on output patches."""
+    """Means over input patches of the transposed operator, for a gradient constant on output patches."""
     to_patches = overlap_matrix(size_in, in_patch, 1)
     from_patches = overlap_matrix(size_out, 1, out_patch)
     return to_patches @ keyed.matrix(size_in) @ from_patches / to_patches.sum(1, keepdim=True)
