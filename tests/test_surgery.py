@@ -344,7 +344,7 @@ ERRORS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str
     "no pattern": (
         Net,
         lambda m: gf.apply_(m, gf.GradientFilter(patch={"layer1.*": 2})),
-        "GradientFilter's patch names no pattern that matches layer conv1; add '*' with a default patch.",
+        "GradientFilter's patch has no pattern that matches layer conv1; add '*' with a default patch.",
     ),
     "plan and layers": (
         Net,

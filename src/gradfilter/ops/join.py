@@ -23,7 +23,7 @@ __all__ = ["Gated", "add", "gated", "gated_term"]
 
 
 class Gated(NamedTuple):
-    """A tensor that came out of a gate: 1 for its open pixels, 0 for the others, and their number by patch."""
+    """A tensor that came out of a gate: 1 for its open pixels, 0 for others; how many are open by patch."""
 
     openness: Callable[[Tensor], Tensor]
     open_count: Tensor
