@@ -33,7 +33,7 @@ def gated(x: Tensor, grid: Grid) -> Gated | None:
     """What is known of x if it came out of a gate (which lets nothing pass when shut) on this grid."""
     node: Any = x.grad_fn
     openness = getattr(node, "gate", None)
-    if openness is None or node.wanted != grid.patches:
+    if openness is None or Grid.of(tuple(x.shape), node.wanted).patches != grid.patches:
         return None
     count: Tensor = node.open_count  # not one of its saved_tensors: a checkpoint would compute those again
     if count.dim() > x.dim():  # max pooling counts by neighbour
