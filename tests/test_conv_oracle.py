@@ -6,12 +6,11 @@ GRADFILTER_CASES says how many cases are drawn. A failing case prints its seed; 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ import gradfilter as gf
 from gradfilter.errors import GradFilterError
 from oracle import MISTAKES, Gradients, Layer, conv_forward, conv_gradients, linear_gradients
 from shapes import ConvCase, make_case
+from verdicts import report
 
 CASES = int(os.environ.get("GRADFILTER_CASES", "3000"))
 CHUNKS = 20
@@ -30,15 +30,6 @@ TAPS = ("overlap", "collapse")
 
 # torch says once per process that it copies the input; the cases that make it do so are legal all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Maps of a few pixels are slower on two threads than on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- running and comparing
@@ -136,21 +127,6 @@ def problems(case: ConvCase, dtype: torch.dtype = torch.float64, tolerance: floa
     if {grad.dtype for grad in (got.x, got.w, got.b) if grad is not None} != {dtype}:
         wrong.append("a gradient changed its dtype")
     return wrong
-
-
-def report(cases: Iterable[Any], judge: Callable[[Any], list[str]]) -> str:
-    """Empty if every case passes; else how many fail, and the first few in full. A crash is a failure."""
-
-    def verdict(case: Any) -> list[str]:
-        try:
-            return judge(case)
-        except Exception as error:
-            return [f"{type(error).__name__}: {error}"]
-
-    cases = list(cases)
-    failed = [(case, wrong) for case in cases if (wrong := verdict(case))]
-    lines = [f"  {'; '.join(wrong)}\n    {case}" for case, wrong in failed[:5]]
-    return "\n".join([f"{len(failed)} of {len(cases)} cases fail:", *lines]) if failed else ""
 
 
 def as_arrays(result: Run) -> Gradients:

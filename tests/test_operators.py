@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from random import Random
@@ -37,19 +37,11 @@ from operators import (
     make_case,
     make_operator,
 )
+from verdicts import report
 
 CASES = int(os.environ.get("GRADFILTER_CASES", "3000"))
 CHUNKS = 20
 TOLERANCE = 1e-10
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Maps of a few pixels are slower on two threads than on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- running and comparing
@@ -205,21 +197,6 @@ def problems(case: OperatorCase) -> list[str]:
     if case.operator.known and seen.fallbacks:
         wrong.append(f"became dense: {dict(seen.fallbacks)}")
     return wrong
-
-
-def report(cases: Iterable[Any], judge: Callable[[Any], list[str]]) -> str:
-    """Empty if every case passes; else how many fail, and the first few in full. A crash is a failure."""
-
-    def verdict(case: Any) -> list[str]:
-        try:
-            return judge(case)
-        except Exception as error:
-            return [f"{type(error).__name__}: {error}"]
-
-    cases = list(cases)
-    failed = [(case, wrong) for case in cases if (wrong := verdict(case))]
-    lines = [f"  {'; '.join(wrong)}\n    {case.label}\n    {case}" for case, wrong in failed[:5]]
-    return "\n".join([f"{len(failed)} of {len(cases)} cases fail:", *lines]) if failed else ""
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

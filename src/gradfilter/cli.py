@@ -7,8 +7,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .errors import GradFilterError
 
@@ -188,21 +188,20 @@ def _bench(arguments: argparse.Namespace) -> None:
     from .bench import layers, regions, report
     from .progress import Progress
 
+    _check_writable(arguments.json)
     torch.set_num_threads(arguments.threads)
     measure = layers.measure if arguments.benchmark == "layers" else regions.measure
-    with _writable(arguments.json) as file, Progress() as tell:
+    with Progress() as tell:
         record = measure(arguments.batch, rounds=arguments.rounds, tell=tell)
-        if file:
-            json.dump(record, file, indent=1)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n")
     print(report.markdown(record) if arguments.markdown else report.text(record))
 
 
-def _writable(path: str | None) -> AbstractContextManager[TextIO | None]:
-    """Opened before the measuring, so that a wrong name does not cost its minutes."""
-    try:
-        return open(path, "w") if path else nullcontext()
-    except OSError as error:
-        raise GradFilterError(f"{path} cannot be written: {error.strerror}.") from error
+def _check_writable(file: str | None) -> None:
+    """Before the measuring, so that a wrong name does not cost its minutes."""
+    if file and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):
+        raise GradFilterError(f"{file} cannot be written; give a file in a folder that exists.")
 
 
 def _models(arguments: argparse.Namespace) -> None:
