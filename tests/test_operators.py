@@ -345,7 +345,7 @@ def test_nothing_of_full_size_is_kept(family: str) -> None:
         net = prepare(case, case.net())
         with gf.kept_bytes(net) as kept:
             net(case.image())
-        assert sum(kept.values()) < one_map / 4, (case.label, kept)
+        assert sum(kept.values()) < one_map / 4, (case, kept)
 
 
 def test_plain_torch_keeps_whole_maps() -> None:
@@ -451,10 +451,6 @@ class FollowedCase:
     norm: str
     activation: str
     exact: bool
-
-    @property
-    def label(self) -> str:
-        return f"Conv2d, {self.norm or 'no norm'}, {self.activation or 'no activation'}"
 
     def net(self) -> nn.Sequential:
         torch.default_generator.manual_seed(self.seed)

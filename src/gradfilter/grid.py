@@ -239,4 +239,6 @@ def _ragged_pixels(
         if p > 1:
             counts = overlap_matrix(n, p, n).sum(1).to(dtype)
             total = total * counts.view([-1 if i == d else 1 for i in range(len(shape))])
+    if len(shape) == 4 and patches[:2] == (1, 1):  # along channels too: broadcasting there is slow
+        total = total.expand(1, shape[1], -1, -1).contiguous(memory_format=torch.channels_last)
     return total.to(device)
