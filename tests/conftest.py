@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from gradfilter import native
 from gradfilter.errors import ModelError
 from gradfilter.models import _torchvision
 
@@ -27,3 +29,14 @@ def vision() -> None:
             _torchvision.library("segmentation_models_pytorch", "seg")
         except ModelError as missing:
             pytest.skip(str(missing))
+
+
+@pytest.fixture
+def use_native(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Turn the compiled passes off, or leave them on where they were built."""
+
+    def choose(on: bool) -> None:
+        if not on:
+            monkeypatch.setattr(native, "_functions", dict)
+
+    return choose

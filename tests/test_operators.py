@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import gradfilter as gf
 from gradfilter.coarse import CoarseGradient
-from gradfilter.grid import Grid
+from gradfilter.grid import Grid, pixels
 from gradfilter.ops import activation, max_pool, norm, product, spatial
 from operators import (
     BEFORE,
@@ -194,14 +194,15 @@ def problems(case: OperatorCase) -> list[str]:
     if any(not torch.equal(a, b) for a, b in zip(net.buffers(), twin.buffers(), strict=True)):
         wrong.append("the running statistics are not the plain ones")
     wrong += gradient_problems(case, seen, twin)
-    if case.operator.known and seen.fallbacks:
+    if case.operator.known and seen.fallbacks and max(case.shared_patches) > 1:
         wrong.append(f"became dense: {dict(seen.fallbacks)}")
     return wrong
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_gradients_equal_the_oracle(chunk: int) -> None:
+def test_gradients_equal_the_oracle(chunk: int, use_native: Callable[[bool], None]) -> None:
     """Forward bit by bit, gradients to 1e-10, no crash, and nothing becomes dense without need."""
+    use_native(chunk % 2 == 0)
     failed = report(map(make_case, range(chunk, CASES, CHUNKS)), problems)
     assert not failed, failed
 
@@ -390,6 +391,29 @@ def test_what_becomes_dense_is_counted(operator: str) -> None:
     assert all(count == 1 for count in seen.fallbacks.values())
 
 
+class Between(nn.Module):
+    """An operator between two convolutions."""
+
+    def __init__(self, operator: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.operator, self.second = nn.Conv2d(3, 4, 3), operator, nn.Conv2d(4, 5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.operator(self.first(x)))
+
+
+@pytest.mark.parametrize(("operator", "counted"), [(torch.exp, {"ExpBackward0": 1}), (torch.relu, {})])
+@pytest.mark.parametrize("layers", ["all", "second"])
+def test_an_operator_that_parts_two_layers_is_counted(
+    operator: Callable[[Tensor], Tensor], counted: dict[str, int], layers: str
+) -> None:
+    """Nothing is counted where no earlier layer wanted a coarse gradient."""
+    model = gf.apply_(Between(operator), gf.GradientFilter(patch=2), layers)
+    with gf.count_fallbacks() as seen:
+        model(torch.randn(2, 3, 12, 12, requires_grad=True)).sum().backward()
+    assert dict(seen) == (counted if layers == "all" else {})
+
+
 @pytest.mark.parametrize(
     "make", [lambda y: y[:, 1:3], lambda y: y.transpose(2, 3)], ids=["slice", "transpose"]
 )
@@ -561,8 +585,8 @@ MISTAKES: dict[str, Mistake] = {
     "gate open on the other side": Mistake(
         ["relu", "relu6", "leaky relu", "hardtanh"],
         activation.Gate,
-        "openness",
-        lambda right: lambda gate, y: 1 - right(gate, y),
+        "after",
+        lambda right: lambda gate, y, grid: (pixels(grid, y) - right(gate, y, grid)).to(torch.uint8),
         coarse,
     ),
     "slope of the first pixel": Mistake(

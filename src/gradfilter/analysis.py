@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .coarse import densify
+from .coarse import count_fallbacks, densify
 from .errors import GradFilterError
 from .geometry import ConvGeometry
 from .grid import per_axis, pixels, pool
@@ -54,15 +54,20 @@ class LayerAnalysis:
 
 @dataclass(frozen=True)
 class Analysis:
-    """``rows`` has the trained layers in the order of the backward, so that the error is seen to grow."""
+    """``rows`` has the trained layers in the order of the backward, so that the error is seen to grow.
+
+    fallbacks: how often, by operator, a gradient left the grid because the operator knows none.
+    """
 
     rows: tuple[LayerAnalysis, ...]
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         head = ["layer", "method", "DC energy"]
         for gradient in ("weight", "output", "input"):
             head += [f"{gradient} cosine", "dB", "norm"]
-        return table([head, *map(_cells, self.rows)])
+        seen = ", ".join(f"{operator} {count}x" for operator, count in self.fallbacks.items())
+        return f"{table([head, *map(_cells, self.rows)])}\n\nfallbacks to dense gradients: {seen or 'none'}"
 
 
 def analyze(model: nn.Module, batch: Any, loss: Loss, plan: Plan) -> Analysis:
@@ -81,9 +86,11 @@ def analyze(model: nn.Module, batch: Any, loss: Loss, plan: Plan) -> Analysis:
     [('head', 1.0), ('inverted.body.2.0', 1.0), ('inverted.body.1.0', 1.0)]
     """
     exact = _run(model, batch, loss, plan, exactly=True)
-    planned = _run(model, batch, loss, plan, exactly=False)
+    with count_fallbacks() as fallbacks:
+        planned = _run(model, batch, loss, plan, exactly=False)
     methods = {row.name: row.method for row in plan.rows}
-    return Analysis(tuple(_compare(name, methods[name], exact[name], planned[name]) for name in exact))
+    rows = tuple(_compare(name, methods[name], exact[name], planned[name]) for name in exact)
+    return Analysis(rows, dict(fallbacks))
 
 
 @dataclass(eq=False)

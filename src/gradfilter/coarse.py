@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_any, tree_map
 
 from .grid import Grid, common_patches, expand, pixels, pool, regrid
 
-__all__ = ["CoarseGradient", "count_fallbacks", "densify", "onto"]
+__all__ = ["CoarseGradient", "count_fallbacks", "densify", "leave_grid", "onto"]
 
 aten = torch.ops.aten
 
@@ -88,9 +88,21 @@ def count_fallbacks() -> Iterator[Counter[str]]:
 
 
 def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for counter in _counters:
-        counter[str(func)] += 1
+    _count(str(func))
     return func(*tree_map(densify, args), **tree_map(densify, kwargs))
+
+
+def _count(operator: str) -> None:
+    for counter in _counters:
+        counter[operator] += 1
+
+
+def leave_grid(gradient: Tensor, operator: str | None) -> Tensor:
+    """The dense gradient; counted as a fallback if an operator that knows no grid is why."""
+    if operator is not None and isinstance(gradient, CoarseGradient):
+        _count(operator)
+    dense: Tensor = densify(gradient)
+    return dense
 
 
 def densify(value: Any) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "expand",
     "overlap_matrix",
     "per_axis",
+    "per_pixel",
     "pixels",
     "pool",
     "regrid",
@@ -242,3 +243,17 @@ def _ragged_pixels(
     if len(shape) == 4 and patches[:2] == (1, 1):  # along channels too: broadcasting there is slow
         total = total.expand(1, shape[1], -1, -1).contiguous(memory_format=torch.channels_last)
     return total.to(device)
+
+
+@lru_cache(maxsize=1024)
+def per_pixel(grid: Grid, dtype: torch.dtype) -> Tensor:
+    """1 / the number of real pixels of each patch, for every patch of the pooled dimensions.
+
+    >>> per_pixel(Grid((8, 64, 1, 3), (1, 1, 1, 2)), torch.float64)
+    tensor([[0.5000, 1.0000]], dtype=torch.float64)
+    """
+    counts = torch.ones(grid.coarse_shape[2:], dtype=dtype)
+    for d in grid.pooled:
+        line = overlap_matrix(grid.shape[d], grid.patches[d], grid.shape[d]).sum(1).to(dtype)
+        counts = counts * line.view([-1 if i == d else 1 for i in range(2, len(grid.shape))])
+    return counts.reciprocal_()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .grid import Grid, common_patches
 
-__all__ = ["wanted_grid"]
+__all__ = ["end_of_grid", "wanted_grid"]
 
 Patches = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -25,6 +25,25 @@ def wanted_grid(x: Tensor) -> Grid:
     shape = tuple(x.shape)
     patches = _patches(x.grad_fn, shape) if x.grad_fn is not None else None
     return Grid.dense(shape) if patches is None else Grid.of(shape, patches)
+
+
+def end_of_grid(x: Tensor) -> str | None:
+    """The operator that made ``x``, if it parts us from an earlier layer that wants coarse gradients."""
+    node = x.grad_fn
+    if node is None or _patches(node, tuple(x.shape)) is not None:
+        return None
+    ahead, seen = [node], {node}
+    while ahead:
+        for edge, _ in ahead.pop().next_functions:
+            if edge is None or edge in seen:
+                continue
+            seen.add(edge)
+            patches = getattr(edge, "wanted", None)
+            if patches is None:
+                ahead.append(edge)
+            elif max(patches) > 1:
+                return type(node).__name__
+    return None
 
 
 def _patches(node: Any, shape: Shape) -> Patches | None:
@@ -108,6 +127,7 @@ _LOOK_THROUGH: dict[str, Callable[[Any, Shape], Patches | None]] = {
     "ToCopyBackward0": _common,
     "ViewBackward0": _viewed,
     "UnsafeViewBackward0": _viewed,
+    "ReshapeAliasBackward0": _viewed,
     "PermuteBackward0": _permuted,
     "TransposeBackward0": _transposed,
 }

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .. import native
 from ..coarse import CoarseGradient, densify, onto
-from ..grid import Grid, pixels, pool
+from ..grid import Grid, per_pixel, pixels, pool
 from ..wanted import wanted_grid
 from .bits import pack, unpack
 from .join import gated_term
@@ -37,8 +38,8 @@ class SlopeKind(Protocol):
     def after(self, y: Tensor, grid: Grid) -> Tensor | None:
         """What is kept of the output."""
 
-    def times(self, values: Tensor, kept: Tensor, grid: Grid) -> Tensor:
-        """The gradient on the grid, times the slope."""
+    def times(self, values: Tensor, kept: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
+        """The gradient on the grid, times the slope, and times the scale of a norm just before."""
 
 
 class Gate(NamedTuple):
@@ -55,8 +56,16 @@ class Gate(NamedTuple):
         return None
 
     def after(self, y: Tensor, grid: Grid) -> Tensor:
+        if _is_native(y, grid):
+            return native.open_pixels(y, grid.patches[2:], grid.coarse_shape, self._bounds(y.dtype))
         openness = self.openness(y)
         return pack(openness != 0) if grid.is_dense else count_open(openness, grid)
+
+    def _bounds(self, dtype: torch.dtype) -> tuple[float, float]:
+        """The outputs at and beyond which the gate is shut; NaN where there is none."""
+        if self.high == float("inf"):
+            return self.low, float("nan")
+        return _as_stored(self.low, dtype), _as_stored(self.high, dtype)
 
     def openness(self, y: Tensor) -> Tensor:
         """1 where the gate is open, 0 where it is shut; torch's backward of gates makes it in one pass."""
@@ -72,12 +81,20 @@ class Gate(NamedTuple):
         """Whether nothing passes where it is shut, and patches are counted."""
         return self.shut == 0 and not grid.is_dense
 
-    def times(self, values: Tensor, kept: Tensor, grid: Grid) -> Tensor:
+    def times(self, values: Tensor, kept: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
+        if _is_native(values, grid) and native.is_channels_last(kept):
+            return native.through_gate(values, kept, scale, per_pixel(grid, values.dtype), self.shut)
         if grid.is_dense:
             share = unpack(kept, values).to(values.dtype)
         else:
             share = kept.to(values.dtype) / pixels(grid, values)
-        return values * share if self.shut == 0 else values * (share * (1 - self.shut) + self.shut)
+        share = share if self.shut == 0 else share * (1 - self.shut) + self.shut
+        return values * share if scale is None else values * share * scale
+
+
+def _is_native(maps: Tensor, grid: Grid) -> bool:
+    """Whether the native passes serve: patches of whole maps (N, C, H, W), whose pixels one byte counts."""
+    return not grid.is_dense and grid.patches[:2] == (1, 1) and prod(grid.patches) < 256 and native.fits(maps)
 
 
 @lru_cache(maxsize=64)
@@ -100,8 +117,8 @@ class Slope(NamedTuple):
     def after(self, y: Tensor, grid: Grid) -> None:
         return None
 
-    def times(self, values: Tensor, kept: Tensor, grid: Grid) -> Tensor:
-        return values * kept
+    def times(self, values: Tensor, kept: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
+        return values * kept if scale is None else values * kept * scale
 
 
 def activate(x: Tensor, function: Callable[[Tensor], Tensor], kind: SlopeKind, inplace: bool) -> Tensor:

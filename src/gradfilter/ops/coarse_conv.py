@@ -13,11 +13,11 @@ from .collapsed import Collapsed
 from .convolved import Convolved
 from .exact_conv import Gradients, Want
 from .gathered import Gathered
-from .paired import Paired
+from .linked import Linked
 
 __all__ = ["coarse_backward", "coarse_macs"]
 
-Strategy = Collapsed | Convolved | Gathered | Paired
+Strategy = Collapsed | Convolved | Gathered | Linked
 
 
 def coarse_backward(
@@ -49,8 +49,10 @@ def _choose(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> Strate
     one_tap = all(axis.is_pointwise for axis in geometry.axes) and not geometry.transposed
     if taps == "collapse" or one_tap:
         return Collapsed(geometry, patch)
+    if geometry.is_depthwise and geometry.spatial == 2 and not geometry.transposed:
+        return Linked(geometry, patch)
     convolved = Convolved(geometry, patch)
-    if geometry.transposed or not (geometry.groups == 1 or geometry.is_depthwise):
+    if geometry.transposed or geometry.groups > 1:
         return convolved
-    other = Gathered(geometry, patch) if geometry.groups == 1 else Paired(geometry, patch)
-    return other if other.cost < convolved.macs else convolved
+    gathered = Gathered(geometry, patch)
+    return gathered if gathered.cost < convolved.macs else convolved

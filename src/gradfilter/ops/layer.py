@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..coarse import CoarseGradient, densify, onto
+from ..coarse import CoarseGradient, densify, leave_grid, onto
 from ..geometry import ConvGeometry
 from ..grid import Grid, pixels
-from ..wanted import wanted_grid
+from ..wanted import end_of_grid, wanted_grid
 from .activation import Gate, SlopeKind
 from .exact_conv import Want
 from .norm import fixed_scale
@@ -54,14 +54,22 @@ class Call:
 
 def run_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """Run a layer exactly as ``call.forward`` does, and its followers exactly as they do."""
-    result: Tensor = _Layer.apply(x, weight, bias, call, not wanted_grid(x).is_dense)
+    coarse_input = not wanted_grid(x).is_dense
+    ends_at = None if coarse_input else end_of_grid(x)
+    result: Tensor = _Layer.apply(x, weight, bias, call, coarse_input, ends_at)
     return result
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, coarse_input: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        coarse_input: bool,
+        ends_at: str | None,
     ) -> Tensor:
         geometry, method, followers = call.geometry, call.method, call.followers
         y = call.forward(x, weight, bias)
@@ -70,8 +78,8 @@ class _Layer(torch.autograd.Function):
             maps = x if call.channel == 1 else x.movedim(call.channel, 1)
             kept = tuple(k.to(y.dtype) if k.dtype == x.dtype else k for k in method.keep(maps, geometry))
         sides = method.patches(geometry)
-        ctx.wanted = (1, 1, *sides) if call.channel == 1 else (1, *sides, 1)
-        ctx.grid = Grid.of(tuple(y.shape), ctx.wanted)
+        ctx.grid = Grid.of(tuple(y.shape), (1, 1, *sides) if call.channel == 1 else (1, *sides, 1))
+        ctx.wanted = ctx.grid.patches
         slope = None
         if followers.run_norm is not None:
             y = followers.run_norm(y)
@@ -82,7 +90,8 @@ class _Layer(torch.autograd.Function):
         if isinstance(followers.slope, Gate) and followers.slope.shuts(ctx.grid):
             ctx.gate, ctx.open_count = followers.slope.openness, slope
         ctx.save_for_backward(weight, slope, *kept)
-        ctx.call, ctx.coarse_input, ctx.dtypes = call, coarse_input, (x.dtype, weight.dtype)
+        ctx.call, ctx.coarse_input, ctx.ends_at = call, coarse_input, ends_at
+        ctx.dtypes = (x.dtype, weight.dtype)
         return y
 
     @staticmethod
@@ -103,13 +112,13 @@ class _Layer(torch.autograd.Function):
             want = Want(need_x, need_weight)
             x_grad, weight_grad = call.method.gradients(maps, kept, kernel, call.geometry, want)
         if x_grad is not None:
-            x_grad = x_grad if ctx.coarse_input else densify(x_grad)
+            x_grad = x_grad if ctx.coarse_input else leave_grid(x_grad, ctx.ends_at)
             x_grad = x_grad if x_grad.dtype == ctx.dtypes[0] else x_grad.to(ctx.dtypes[0])
             x_grad = x_grad if call.channel == 1 else x_grad.movedim(1, call.channel)
         if weight_grad is not None:
             weight_grad = weight_grad if weight_grad.dtype == ctx.dtypes[1] else weight_grad.to(ctx.dtypes[1])
             weight_grad = weight_grad if call.channel == 1 else weight_grad.view(weight.shape)
-        return x_grad, weight_grad, bias_grad, None, None
+        return x_grad, weight_grad, bias_grad, None, None, None
 
 
 def _through_followers(grad: Tensor, grid: Grid, followers: Followers, slope: Tensor) -> Tensor:
@@ -117,10 +126,11 @@ def _through_followers(grad: Tensor, grid: Grid, followers: Followers, slope: Te
     if followers.norm is None and followers.slope is None:
         return grad
     values = densify(grad) if grid.is_dense else onto(grad, grid)
+    scale = None if followers.norm is None else _remembered_scale(followers.norm, values)
     if followers.slope is not None:
-        values = followers.slope.times(values, slope, grid)
-    if followers.norm is not None:
-        values = values * _remembered_scale(followers.norm, values)
+        values = followers.slope.times(values, slope, grid, scale)
+    elif scale is not None:
+        values = values * scale
     return values if grid.is_dense else CoarseGradient(values, grid)
 
 

@@ -1,0 +1,142 @@
+"""Passes written in C++ (kernels.cpp): one sweep over memory, one call, where torch needs several.
+
+Used where the library was built (build.py) and the tensors fit: on a CPU, float32 or float64, channels-last.
+Callers have torch's operators for all else. ``GRADFILTER_NATIVE=0`` in the environment turns the library off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .build import LIBRARY
+
+__all__ = ["Links", "depthwise", "fits", "is_channels_last", "open_pixels", "through_gate"]
+
+_SUFFIX = {torch.float32: "float", torch.float64: "double"}
+_P, _L, _D, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_int
+_ARGUMENTS = {
+    "gf_patches": [_P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _D, _I],
+    "gf_gate": [_P, _P, _P, _P, _P, _L, _L, _L, _D, _I],
+    "gf_depthwise": [_P, _P, _P, _P, _P, _P, _P, _L, _L, _P, _P, _P, _P, _I],
+}
+
+
+@cache
+def _functions() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
+    """The library's functions; none where it was not built or is turned off."""
+    if os.environ.get("GRADFILTER_NATIVE") == "0" or not LIBRARY.exists():
+        return {}
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:  # built for another kind of machine
+        return {}
+    _share_threads(library)
+    found = {}
+    for name, arguments in _ARGUMENTS.items():
+        for dtype, suffix in _SUFFIX.items():
+            function = getattr(library, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+            found[name, dtype] = function
+    return found
+
+
+def _share_threads(library: ctypes.CDLL) -> None:
+    """Hand over torch's OpenMP threads; where they cannot be found, one thread does the work."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+            names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+            library.gf_use_threads(*(ctypes.cast(getattr(torch_library, n), _P) for n in names))
+        except (OSError, AttributeError):
+            continue
+        return
+
+
+def fits(*tensors: Tensor | None) -> bool:
+    """Whether the native passes can work on these maps (N, C, H, W)."""
+    functions = _functions()
+    if not functions:
+        return False
+    dtype = next(t.dtype for t in tensors if t is not None)
+    return ("gf_gate", dtype) in functions and all(
+        t is None
+        or (type(t) is Tensor and t.dtype == dtype and t.device.type == "cpu" and is_channels_last(t))
+        for t in tensors
+    )
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def open_pixels(
+    y: Tensor, sides: Sequence[int], coarse_shape: Sequence[int], bounds: tuple[float, float]
+) -> Tensor:
+    """In how many pixels of each patch y lies between the bounds; fewer than 256 pixels per patch."""
+    count = _empty(coarse_shape, torch.uint8)
+    n, channels, height, width = y.shape
+    _functions()["gf_patches", y.dtype](
+        y.data_ptr(), None, count.data_ptr(), n, height, width, channels, *sides, *bounds,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return count
+
+
+def through_gate(
+    grad: Tensor, count: Tensor | None, scale: Tensor | None, per_pixel: Tensor, shut: float
+) -> Tensor:
+    """grad * scale * (share of open pixels, of which ``count`` are; shut ones pass ``shut``)."""
+    made = torch.empty_like(grad)
+    n, channels, height, width = grad.shape
+    _functions()["gf_gate", grad.dtype](
+        grad.data_ptr(), _pointer(count), _pointer(scale), per_pixel.data_ptr(), made.data_ptr(),
+        n, height * width, channels, shut, torch.get_num_threads(),
+    )  # fmt: skip
+    return made
+
+
+class Links(NamedTuple):
+    """One axis of a depthwise backward, as kernels.cpp reads it: which patches are linked, by which kind."""
+
+    table: Tensor  # int32: input patches, output patches, taps, kinds, links; then first, patch, kind
+    weighs: Tensor  # float64 (kinds, taps)
+
+
+def depthwise(
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    want_x: bool,
+    per_pixel: Tensor,
+    axes: tuple[Links, Links],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the input patches and, where x is given, of the weight."""
+    n, channels = grad.shape[:2]
+    inputs = [int(axis.table[0]) for axis in axes]
+    x_grad = _empty((n, channels, *inputs), grad.dtype) if want_x else None
+    weight_grad = torch.empty_like(weight) if x is not None else None
+    threads = torch.get_num_threads()
+    kinds = len(axes[0].weighs) * len(axes[1].weighs)
+    scratch = torch.empty(2 * 32 * kinds * threads, dtype=grad.dtype)
+    _functions()["gf_depthwise", grad.dtype](
+        grad.data_ptr(), _pointer(x), weight.data_ptr(), _pointer(x_grad), _pointer(weight_grad),
+        per_pixel.data_ptr(), scratch.data_ptr(), n, channels,
+        *(tensor.data_ptr() for axis in axes for tensor in axis), threads,
+    )  # fmt: skip
+    return x_grad, weight_grad
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,328 @@
+// Passes for which torch's operators need several sweeps over memory, or several calls, made in one.
+//
+// No torch headers: pointers in, pointers out, so that any C++ compiler builds this in seconds, for any torch.
+// Maps are channels-last, (batch, height, width, channels); the compiler turns each loop over channels into vector
+// instructions, and one binary holds a version for each generation of processors.
+
+#include <algorithm>
+#include <cstdint>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define EACH_PROCESSOR __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define EACH_PROCESSOR
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// ------------------------------------------------------------------------------------------------- threads
+// torch's own OpenMP threads, handed over by Python: a second pool would fight with them for the cores.
+
+using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
+using Number = int (*)();
+extern "C" {
+__attribute__((visibility("default"))) Parallel gf_parallel = nullptr;
+}
+namespace {
+Number thread_number = nullptr, thread_count = nullptr;
+}  // namespace
+
+EXPORT void gf_use_threads(void *parallel, void *number, void *count) {
+  gf_parallel = reinterpret_cast<Parallel>(parallel);
+  thread_number = reinterpret_cast<Number>(number);
+  thread_count = reinterpret_cast<Number>(count);
+}
+
+namespace {
+struct Job {
+  bool alone;
+};
+
+struct Share {
+  long begin, end;
+};
+
+// The items of [0, total) that the calling thread works on.
+Share my_share(const Job &job, long total) {
+  if (job.alone) return {0, total};
+  long count = thread_count(), number = thread_number();
+  return {total * number / count, total * (number + 1) / count};
+}
+
+// `work` in elements: waking threads costs more than a small job.
+template <class J>
+void run(void (*body)(void *), J &job, long work, int threads) {
+  job.alone = !gf_parallel || threads < 2 || work < 16384;
+  if (job.alone)
+    body(&job);
+  else
+    gf_parallel(body, &job, threads, 0);
+}
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------- patches of a map
+// One sweep over a map: the mean of every patch, and in how many of its pixels a gate is open. A gate is open unless
+// y <= low or y >= high; a bound that is NaN never shuts.
+
+namespace {
+template <class T>
+struct Patches : Job {
+  const T *y;
+  T *means;       // or null
+  uint8_t *open;  // or null
+  long batch, height, width, channels, side_h, side_w;
+  T low, high;
+};
+
+template <class T>
+INLINE int is_open(T y, T low, T high) {
+  return !(y <= low) & !(y >= high);
+}
+
+template <class T>
+INLINE void pool_two_by_two(const Patches<T> &job, const T *a, const T *b, T *means, uint8_t *open) {
+  const long channels = job.channels;
+  const T low = job.low, high = job.high;
+  if (means)
+    for (long c = 0; c < channels; c++)
+      means[c] = ((a[c] + a[channels + c]) + (b[c] + b[channels + c])) * T(0.25);
+  if (open)
+    for (long c = 0; c < channels; c++)
+      open[c] = uint8_t(is_open(a[c], low, high) + is_open(a[channels + c], low, high) + is_open(b[c], low, high) +
+                        is_open(b[channels + c], low, high));
+}
+
+template <class T>
+INLINE void pool_any(const Patches<T> &job, const T *first, long rows, long columns, T *means, uint8_t *open) {
+  const long channels = job.channels, line = job.width * channels;
+  const T low = job.low, high = job.high;
+  if (means) std::fill(means, means + channels, T(0));
+  if (open) std::fill(open, open + channels, uint8_t(0));
+  for (long i = 0; i < rows; i++)
+    for (long j = 0; j < columns; j++) {
+      const T *y = first + i * line + j * channels;
+      if (means)
+        for (long c = 0; c < channels; c++) means[c] += y[c];
+      if (open)
+        for (long c = 0; c < channels; c++) open[c] += uint8_t(is_open(y[c], low, high));
+    }
+  if (means) {
+    const T share = T(1) / T(rows * columns);
+    for (long c = 0; c < channels; c++) means[c] *= share;
+  }
+}
+
+template <class T>
+INLINE void pool_share(void *given) {
+  const Patches<T> &job = *static_cast<Patches<T> *>(given);
+  const long patches_h = (job.height + job.side_h - 1) / job.side_h;
+  const long patches_w = (job.width + job.side_w - 1) / job.side_w;
+  const Share mine = my_share(job, job.batch * patches_h);
+  for (long item = mine.begin; item < mine.end; item++) {
+    const long top = item % patches_h * job.side_h;
+    const long rows = std::min(job.side_h, job.height - top);
+    const T *line = job.y + (item / patches_h * job.height + top) * job.width * job.channels;
+    for (long j = 0; j < patches_w; j++) {
+      const long left = j * job.side_w, columns = std::min(job.side_w, job.width - left);
+      const long patch = (item * patches_w + j) * job.channels;
+      T *means = job.means ? job.means + patch : nullptr;
+      uint8_t *open = job.open ? job.open + patch : nullptr;
+      const T *first = line + left * job.channels;
+      if (rows == 2 && columns == 2)
+        pool_two_by_two(job, first, first + job.width * job.channels, means, open);
+      else
+        pool_any(job, first, rows, columns, means, open);
+    }
+  }
+}
+
+EACH_PROCESSOR void pool_float(void *job) { pool_share<float>(job); }
+EACH_PROCESSOR void pool_double(void *job) { pool_share<double>(job); }
+}  // namespace
+
+#define PATCHES(NAME, T, BODY)                                                                                     \
+  EXPORT void NAME(const T *y, T *means, uint8_t *open, long batch, long height, long width, long channels,        \
+                   long side_h, long side_w, double low, double high, int threads) {                               \
+    Patches<T> job{{}, y, means, open, batch, height, width, channels, side_h, side_w, T(low), T(high)};           \
+    run(BODY, job, batch * height * width * channels, threads);                                                    \
+  }
+PATCHES(gf_patches_float, float, pool_float)
+PATCHES(gf_patches_double, double, pool_double)
+
+// ------------------------------------------------------------------------------------------------- back through a gate
+// gradient * (share of open pixels, shut ones passing `shut` of it) * scale of the norm before the gate.
+
+namespace {
+template <class T>
+struct Gate : Job {
+  const T *grad;
+  const uint8_t *open;   // or null: no gate
+  const T *scale;        // one per channel, or null
+  const T *per_pixel;    // 1 / pixels of each patch of a map
+  T *result;
+  long maps, patches, channels;
+  T shut;
+};
+
+template <class T>
+INLINE void gate_share(void *given) {
+  const Gate<T> &job = *static_cast<Gate<T> *>(given);
+  const long channels = job.channels;
+  const Share mine = my_share(job, job.maps * job.patches);
+  for (long p = mine.begin; p < mine.end; p++) {
+    const T *grad = job.grad + p * channels;
+    const uint8_t *open = job.open + p * channels;
+    const T *scale = job.scale;
+    T *result = job.result + p * channels;
+    const T per_pixel = job.per_pixel[p % job.patches] * (T(1) - job.shut), shut = job.shut;
+    if (job.open && scale)
+      for (long c = 0; c < channels; c++) result[c] = grad[c] * scale[c] * (T(open[c]) * per_pixel + shut);
+    else if (job.open)
+      for (long c = 0; c < channels; c++) result[c] = grad[c] * (T(open[c]) * per_pixel + shut);
+    else
+      for (long c = 0; c < channels; c++) result[c] = grad[c] * scale[c];
+  }
+}
+
+EACH_PROCESSOR void gate_float(void *job) { gate_share<float>(job); }
+EACH_PROCESSOR void gate_double(void *job) { gate_share<double>(job); }
+}  // namespace
+
+#define GATE(NAME, T, BODY)                                                                                        \
+  EXPORT void NAME(const T *grad, const uint8_t *open, const T *scale, const T *per_pixel, T *result, long maps,   \
+                   long patches, long channels, double shut, int threads) {                                        \
+    Gate<T> job{{}, grad, open, scale, per_pixel, result, maps, patches, channels, T(shut)};                       \
+    run(BODY, job, maps *patches *channels, threads);                                                              \
+  }
+GATE(gf_gate_float, float, gate_float)
+GATE(gf_gate_double, double, gate_double)
+
+// ------------------------------------------------------------------------------------------------- depthwise backward
+// Per axis, input patch q is linked with a few output patches p; what a link weighs per tap is one of a few kinds.
+//   x_grad[q]  = sum over links (p, kind): kernel[kind] * grad[p], per pixel of q
+//   w_grad[k]  = sum over kinds: weighs[kind][k] * (sum over links of that kind: x[q] * grad[p])
+// Both in one walk over the links, a block of channels at a time, so that sums stay in the cache and no two threads
+// write to the same place.
+
+namespace {
+struct Axis {
+  long patches_in, patches_out, taps, kinds;
+  const int32_t *first;   // links of input patch q: first[q] .. first[q + 1]
+  const int32_t *patch;   // of each link: the output patch
+  const int32_t *kind;    // of each link: its kind
+  const double *weighs;   // (kinds, taps)
+};
+
+template <class T>
+struct Depthwise : Job {
+  const T *grad, *x, *weight;  // x: null if no weight gradient is wanted
+  T *x_grad, *weight_grad;     // null if not wanted
+  const T *per_pixel;
+  long maps, channels;
+  Axis h, w;
+  T *scratch;  // per thread: kernels and sums of every pair of kinds
+};
+
+constexpr long BLOCK = 32;
+
+template <class T>
+INLINE void make_kernels(const Depthwise<T> &job, long start, long width, T *kernels) {
+  const long taps = job.h.taps * job.w.taps;
+  for (long a = 0; a < job.h.kinds; a++)
+    for (long b = 0; b < job.w.kinds; b++) {
+      T *kernel = kernels + (a * job.w.kinds + b) * BLOCK;
+      std::fill(kernel, kernel + BLOCK, T(0));
+      for (long i = 0; i < job.h.taps; i++)
+        for (long j = 0; j < job.w.taps; j++) {
+          const T weighs = T(job.h.weighs[a * job.h.taps + i] * job.w.weighs[b * job.w.taps + j]);
+          if (weighs != T(0))
+            for (long c = 0; c < width; c++)
+              kernel[c] += weighs * job.weight[(start + c) * taps + i * job.w.taps + j];
+        }
+    }
+}
+
+template <class T>
+INLINE void write_weight_gradient(const Depthwise<T> &job, long start, long width, const T *sums) {
+  const long taps = job.h.taps * job.w.taps;
+  for (long i = 0; i < job.h.taps; i++)
+    for (long j = 0; j < job.w.taps; j++) {
+      T total[BLOCK] = {};
+      for (long a = 0; a < job.h.kinds; a++)
+        for (long b = 0; b < job.w.kinds; b++) {
+          const T weighs = T(job.h.weighs[a * job.h.taps + i] * job.w.weighs[b * job.w.taps + j]);
+          const T *sum = sums + (a * job.w.kinds + b) * BLOCK;
+          if (weighs != T(0))
+            for (long c = 0; c < BLOCK; c++) total[c] += weighs * sum[c];
+        }
+      for (long c = 0; c < width; c++) job.weight_grad[(start + c) * taps + i * job.w.taps + j] = total[c];
+    }
+}
+
+template <class T, bool FULL>
+INLINE void walk_links(const Depthwise<T> &job, long start, long width_given, const T *kernels, T *sums) {
+  const long width = FULL ? BLOCK : width_given;
+  for (long n = 0; n < job.maps; n++)
+    for (long qh = 0; qh < job.h.patches_in; qh++)
+      for (long qw = 0; qw < job.w.patches_in; qw++) {
+        const long q = qh * job.w.patches_in + qw;
+        const long at = (n * job.h.patches_in * job.w.patches_in + q) * job.channels + start;
+        T total[BLOCK] = {};
+        for (long a = job.h.first[qh]; a < job.h.first[qh + 1]; a++)
+          for (long b = job.w.first[qw]; b < job.w.first[qw + 1]; b++) {
+            const long p = (n * job.h.patches_out + job.h.patch[a]) * job.w.patches_out + job.w.patch[b];
+            const long pair = (job.h.kind[a] * job.w.kinds + job.w.kind[b]) * BLOCK;
+            const T *grad = job.grad + p * job.channels + start;
+            if (job.x_grad)
+              for (long c = 0; c < width; c++) total[c] += kernels[pair + c] * grad[c];
+            if (job.x) {
+              const T *x = job.x + at;
+              for (long c = 0; c < width; c++) sums[pair + c] += x[c] * grad[c];
+            }
+          }
+        if (job.x_grad)
+          for (long c = 0; c < width; c++) job.x_grad[at + c] = total[c] * job.per_pixel[q];
+      }
+}
+
+template <class T>
+INLINE void depthwise_share(void *given) {
+  const Depthwise<T> &job = *static_cast<Depthwise<T> *>(given);
+  const long pairs = job.h.kinds * job.w.kinds * BLOCK;
+  T *kernels = job.scratch + (job.alone ? 0 : thread_number()) * 2 * pairs, *sums = kernels + pairs;
+  const Share mine = my_share(job, (job.channels + BLOCK - 1) / BLOCK);
+  for (long block = mine.begin; block < mine.end; block++) {
+    const long start = block * BLOCK, width = std::min(BLOCK, job.channels - start);
+    if (job.x_grad) make_kernels(job, start, width, kernels);
+    if (job.x) std::fill(sums, sums + pairs, T(0));
+    if (width == BLOCK)
+      walk_links<T, true>(job, start, width, kernels, sums);
+    else
+      walk_links<T, false>(job, start, width, kernels, sums);
+    if (job.x) write_weight_gradient(job, start, width, sums);
+  }
+}
+
+EACH_PROCESSOR void depthwise_float(void *job) { depthwise_share<float>(job); }
+EACH_PROCESSOR void depthwise_double(void *job) { depthwise_share<double>(job); }
+}  // namespace
+
+// `axis` of either: patches_in, patches_out, taps, kinds, links, then first, patch and kind.
+namespace {
+Axis axis_of(const int32_t *axis, const double *weighs) {
+  const int32_t *first = axis + 5, *patch = first + axis[0] + 1;
+  return {axis[0], axis[1], axis[2], axis[3], first, patch, patch + axis[4], weighs};
+}
+}  // namespace
+
+#define DEPTHWISE(NAME, T, BODY)                                                                                   \
+  EXPORT void NAME(const T *grad, const T *x, const T *weight, T *x_grad, T *weight_grad, const T *per_pixel,      \
+                   T *scratch, long maps, long channels, const int32_t *axis_h, const double *weighs_h,            \
+                   const int32_t *axis_w, const double *weighs_w, int threads) {                                   \
+    Axis h = axis_of(axis_h, weighs_h), w = axis_of(axis_w, weighs_w);                                             \
+    Depthwise<T> job{{},   grad,     x,    weight, x_grad, weight_grad, per_pixel, maps,                           \
+                     channels, h, w, scratch};                                                                     \
+    run(BODY, job, maps *channels *h.patches_out *w.patches_out, threads);                                         \
+  }
+DEPTHWISE(gf_depthwise_float, float, depthwise_float)
+DEPTHWISE(gf_depthwise_double, double, depthwise_double)

@@ -1,0 +1,174 @@
+"""The compiled passes: equal to torch's operators, on one thread and several; absent, nobody misses them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradfilter as gf
+from gradfilter import native
+from gradfilter.geometry import ConvAxis, ConvGeometry
+from gradfilter.grid import Grid, pool
+from gradfilter.native.build import build
+from gradfilter.ops.activation import Gate, count_open
+from gradfilter.ops.exact_conv import Want
+from gradfilter.ops.linked import Linked
+
+needs_native = pytest.mark.skipif(not native._functions(), reason="the native passes were not built")
+pytestmark = needs_native
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+def draw_maps(random: Random, dtype: torch.dtype) -> tuple[Tensor, Grid]:
+    shape = (
+        random.randint(0, 3),
+        random.choice([1, 5, 32, 70]),
+        random.randint(1, 17),
+        random.randint(1, 17),
+    )
+    x = torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    return x, Grid.of(shape, (1, 1, random.randint(1, 5), random.randint(1, 5)))
+
+
+def with_odd_numbers(y: Tensor) -> Tensor:
+    y.view(-1)[:3] = torch.tensor([0.0, float("inf"), -float("inf")], dtype=y.dtype)
+    return y
+
+
+GATES = [Gate(), Gate(0.0, 6.0), Gate(-1.0, 1.0), Gate(shut=0.1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.usefixtures("threads")
+def test_open_pixels(dtype: torch.dtype) -> None:
+    random, compared = Random(0), 0  # noqa: S311  shapes, not secrets
+    for _ in range(100):
+        y, grid = draw_maps(random, dtype)
+        if y.numel() > 3 and y.is_contiguous():
+            y = with_odd_numbers(y)
+        if grid.is_dense:
+            continue
+        gate = random.choice(GATES)
+        assert native.fits(y)
+        wanted = count_open((gate.openness(y) != 0).to(dtype), grid)
+        assert torch.equal(gate.after(y, grid), wanted)
+        compared += 1
+    assert compared > 50
+
+
+def test_open_pixels_of_many_on_several_threads() -> None:
+    torch.set_num_threads(3)
+    y = torch.randn(4, 64, 31, 29).contiguous(memory_format=torch.channels_last)
+    grid = Grid.of(tuple(y.shape), (1, 1, 2, 2))
+    assert torch.equal(Gate().after(y, grid), count_open((y > 0).float(), grid))
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+@pytest.mark.usefixtures("threads")
+def test_through_gate(gate: Gate, use_native: Callable[[bool], None]) -> None:
+    random, cases = Random(1), []  # noqa: S311  shapes, not secrets
+    for _ in range(50):
+        y, grid = draw_maps(random, torch.float64)
+        values = pool(torch.randn_like(y), grid).contiguous(memory_format=torch.channels_last)
+        scale = random.choice([None, torch.rand(1, y.shape[1], 1, 1, dtype=y.dtype)])
+        if not grid.is_dense:
+            kept = gate.after(y, grid)
+            cases.append((values, kept, grid, scale, gate.times(values, kept, grid, scale)))
+    use_native(False)
+    for values, kept, grid, scale, made in cases:
+        torch.testing.assert_close(made, gate.times(values, kept, grid, scale), rtol=1e-13, atol=1e-15)
+
+
+def draw_depthwise(random: Random) -> tuple[ConvGeometry, tuple[int, int]]:
+    axes, n, channels = [], random.randint(1, 3), random.choice([1, 6, 40])
+    for _ in range(2):
+        kernel, stride, dilation = random.randint(1, 5), random.randint(1, 3), random.randint(1, 2)
+        pad = random.randint(0, kernel)
+        size = random.randint(dilation * (kernel - 1) + 1, 20)
+        out = (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
+        axes.append(ConvAxis(size, out, kernel, stride, dilation, pad, pad))
+    shapes = [(n, channels, *(getattr(a, s) for a in axes)) for s in ("size_in", "size_out")]
+    return ConvGeometry(*shapes, tuple(axes), groups=channels), (random.randint(2, 5), random.randint(1, 5))
+
+
+def depthwise_errors(spoil: Callable[[Linked], None] = lambda linked: None) -> list[float]:
+    """How far the native walk is from the convolution on the refined grid, by generated case."""
+    random, errors = Random(2), []  # noqa: S311  shapes, not secrets
+    for _ in range(200):
+        geometry, patch = draw_depthwise(random)
+        linked = Linked(geometry, patch)
+        grad, x = (
+            torch.randn(grid.coarse_shape, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+            for grid in (linked.out_grid, linked.in_grid)
+        )
+        weight = torch.randn(geometry.x_shape[1], 1, *(a.kernel for a in geometry.axes), dtype=torch.float64)
+        spoil(linked)
+        assert native.fits(grad, x)
+        made = linked.backward(grad, x, weight, Want(True, True))
+        wanted = linked.convolved.backward(grad, x, weight, Want(True, True))
+        pairs = zip(made, wanted, strict=True)
+        errors.append(max(float((a - b).abs().max() / (b.abs().max() + 1e-9)) for a, b in pairs))
+        only_x = linked.backward(grad, x, weight, Want(True, False))
+        only_weight = linked.backward(grad, x, weight, Want(False, True))
+        assert torch.equal(only_x.x, made.x)
+        assert only_x.weight is None
+        assert torch.equal(only_weight.weight, made.weight)
+        assert only_weight.x is None
+    return errors
+
+
+@pytest.mark.usefixtures("threads")
+def test_depthwise() -> None:
+    assert max(depthwise_errors()) < 1e-12
+
+
+def test_comparison_notices_a_wrong_link() -> None:
+    def spoil(linked: Linked) -> None:
+        linked.axes = (linked.axes[0], linked.axes[1]._replace(weighs=linked.axes[1].weighs.flip(1)))
+
+    assert sum(error > 1e-6 for error in depthwise_errors(spoil)) > 50
+
+
+def test_threads_are_those_of_torch() -> None:
+    """A second pool of threads would fight with torch's for the cores."""
+    library = native.ctypes.CDLL(str(native.LIBRARY))
+    assert native.ctypes.c_void_p.in_dll(library, "gf_parallel").value
+
+
+def test_without_the_library_everything_works(use_native: Callable[[bool], None]) -> None:
+    use_native(False)
+    model = gf.apply_(gf.models.build("tiny"), gf.GradientFilter(patch=2), "all")
+    model(torch.randn(2, 3, 16, 16)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_environment_turns_it_off() -> None:
+    code = "from gradfilter import native; print(len(native._functions()))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env={**os.environ, "GRADFILTER_NATIVE": "0"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "0"
+
+
+def test_no_compiler_is_said_and_nothing_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert build(tmp_path / "kernels.so") == "there is no C++ compiler"
+    monkeypatch.undo()
+    assert build(tmp_path / "kernels.so") is None
+    assert list(tmp_path.iterdir()) == [tmp_path / "kernels.so"]
