@@ -119,3 +119,43 @@ def test_a_commit_with_changes_says_so(tmp_path: Path) -> None:
     assert len(clean) == 12
     (tmp_path / "file").write_text("changed")
     assert environment._commit(tmp_path) == f"{clean} with uncommitted changes"
+
+
+def test_layers_of_other_kinds_stay_out_of_the_mean() -> None:
+    shapes = ((4, 8, 8), layers.Shape(4, 8, 8, stride=2), layers.Shape(4, 8, 8, dilation=2))
+    others = (layers.Shape(4, 8, 8, groups=4), layers.Shape(4, 8, 8, kernel=1))
+    record = layers.measure(batch=1, rounds=1, shapes=(*shapes, *others))
+    rows = record["rows"]
+    assert record["geometric_mean"] == pytest.approx(
+        {arm: found[0] for arm, found in rows[0]["ratio"].items()}
+    )
+    names = [line[0] for line in layers.lines(record)]
+    assert names == [
+        "3x3 layer, batch 1",
+        "4 x 8 x 8",
+        "geometric mean of these 1, the paper's",
+        "4 x 8 x 8, stride 2",
+        "4 x 8 x 8, dilation 2",
+        "4 x 8 x 8, depthwise",
+        "4 x 8 x 8, 1x1",
+    ]
+    older = record | {"rows": [{key: value for key, value in rows[0].items() if key != "plain"}]}
+    assert [line[0] for line in layers.lines(older)][-1] == "geometric mean"
+
+
+@pytest.mark.parametrize("shape", [*layers.SHAPES, *layers.OTHERS], ids=str)
+def test_the_geometry_of_a_shape_is_torchs(shape: layers.Shape) -> None:
+    pad = shape.dilation * (shape.kernel - 1) // 2
+    settings = (shape.kernel, shape.stride, pad, shape.dilation, shape.groups)
+    conv = torch.nn.Conv2d(shape.channels, shape.channels, *settings, device="meta")
+    geometry = shape.geometry(2)
+    y = conv(torch.empty(geometry.x_shape, device="meta"))
+    assert (geometry.x_shape, geometry.y_shape) == ((2, *shape[:3]), tuple(y.shape))
+    assert [axis.pad for axis in geometry.axes] == [pad, pad]
+
+
+def test_layers_run_in_other_types_and_say_which() -> None:
+    record = layers.measure(batch=1, rounds=1, shapes=((4, 8, 8),), dtype="bfloat16")
+    assert (record["dtype"], record["device"]) == ("bfloat16", "cpu")
+    with pytest.raises(gf.GradFilterError, match="Device nowhere"):
+        layers.measure(device="nowhere")

@@ -26,8 +26,32 @@ examples:
   gradfilter plan mcunet-5fps --size 128 --batch 32 --layers all --taps collapse
   gradfilter analyze mobilenet_v2 --weights mobilenet_v2.pth --size 96
   gradfilter bench layers --json layers.json               single layers, exact against filtered
+  gradfilter bench step resnet18 --layers last:4           whole training steps, inference to filtered
   gradfilter models                                        names for MODEL
 """
+DTYPES = ("float32", "bfloat16", "float64")
+BENCH_EXAMPLES = {
+    "layers": """\
+examples:
+  gradfilter bench layers
+  gradfilter bench layers --batch 1 --threads 1 --rounds 5 --markdown
+  gradfilter bench layers --dtype bfloat16 --json layers.json
+""",
+    "regions": """\
+examples:
+  gradfilter bench regions
+  gradfilter bench regions --batch 2 --threads 1 --json regions.json
+""",
+    "step": """\
+arms: inference, inference+prefix, exact-all, exact, filter, exact+prefix, filter+prefix, exact+cache and
+  filter+prefix+cache. +prefix is gf.accelerate_; +cache starts from features of the frozen layers.
+
+examples:
+  gradfilter bench step resnet18 --layers last:4 --patch 2
+  gradfilter bench step mobilenet_v2 --layers all --patch 4 --batch 4 --json step.json --png step.png
+  gradfilter bench step mcunet-5fps --size 128 --arms inference,exact,filter --no-memory --csv step.csv
+""",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,13 +161,18 @@ def _classification_loss(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def _add_planning(parser: argparse.ArgumentParser, *, size: int) -> None:
+    _add_model(parser, size=size)
+    add = parser.add_argument
+    add("--norm", choices=["fixed", "affine", "batch"], default="fixed", help="batch norms (default: fixed)")
+    add("--batch", type=_count, default=8, help="pictures in a batch (default: 8)")
+
+
+def _add_model(parser: argparse.ArgumentParser, *, size: int) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a name; `gradfilter models` lists most")
     add("--layers", default="last:4", help='which train: "last:4" (default), "all", "layer4.*" ...')
     add("--patch", type=_count, default=2, help="side of the patches (default: 2)")
     add("--taps", choices=["overlap", "collapse"], default="overlap", help="default: overlap")
-    add("--norm", choices=["fixed", "affine", "batch"], default="fixed", help="batch norms (default: fixed)")
-    add("--batch", type=_count, default=8, help="pictures in a batch (default: 8)")
     add("--size", type=_count, default=size, help=f"side of the pictures (default: {size})")
     add("--classes", type=_count, help="outputs of the model (default: as usual)")
     add("--weights", metavar="FILE", help="weights, .safetensors or .pth (default: random)")
@@ -169,32 +198,86 @@ def _add_bench(commands: Any) -> None:
     helps = {
         "layers": "the backward of single convolutions",
         "regions": "forward, backward and kept bytes of ResNet-18 and MobileNetV2",
+        "step": "whole training steps of any model: time, memory, energy",
     }
     for name, help_ in helps.items():
-        kind = kinds.add_parser(name, help=help_)
+        kind = kinds.add_parser(
+            name,
+            help=help_,
+            epilog=BENCH_EXAMPLES[name],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name == "step":
+            _add_step(kind)
         kind.add_argument("--batch", type=_count, default=8, help="pictures in a batch (default: 8)")
         kind.add_argument("--rounds", type=_count, default=9, help="measurements per method (default: 9)")
         kind.add_argument("--threads", type=_count, default=2, help="threads that torch may use (default: 2)")
+        if name != "regions":
+            kind.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+            kind.add_argument("--device", default="cpu", help="where to run (default: cpu)")
         kind.add_argument("--markdown", action="store_true", help="print the table as Markdown")
         kind.add_argument("--json", metavar="FILE", help="also write all numbers to a file")
-        kind.set_defaults(run=_bench, benchmark=name)
+        kind.set_defaults(run=_bench_step if name == "step" else _bench, benchmark=name)
+
+
+def _add_step(kind: argparse.ArgumentParser) -> None:
+    _add_model(kind, size=224)
+    kind.add_argument("--arms", help="what to compare, with commas between (default: everything)")
+    kind.add_argument(
+        "--no-memory", action="store_true", help="leave out peak memory, which takes a process per arm"
+    )
+    kind.add_argument("--csv", metavar="FILE", help="also write a spreadsheet, one row per arm")
+    kind.add_argument("--png", metavar="FILE", help="also draw a picture; needs matplotlib")
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    import json
-
     import torch
 
-    from .bench import layers, regions, report
+    from .bench import layers, regions
     from .progress import Progress
 
     _check_writable(arguments.json)
     torch.set_num_threads(arguments.threads)
-    measure = layers.measure if arguments.benchmark == "layers" else regions.measure
     with Progress() as tell:
-        record = measure(arguments.batch, rounds=arguments.rounds, tell=tell)
+        if arguments.benchmark == "layers":
+            where = {"dtype": arguments.dtype, "device": arguments.device}
+            record = layers.measure(arguments.batch, rounds=arguments.rounds, tell=tell, **where)
+        else:
+            record = regions.measure(arguments.batch, rounds=arguments.rounds, tell=tell)
+    _report(arguments, record)
+
+
+def _bench_step(arguments: argparse.Namespace) -> None:
+    from dataclasses import fields
+
+    from .bench import charts, report, step
+    from .progress import Progress
+
+    for file in (arguments.json, arguments.csv, arguments.png):
+        _check_writable(file)
+    if arguments.png:
+        charts.check_matplotlib()
+    settings = step.Settings(
+        **{field.name: getattr(arguments, field.name) for field in fields(step.Settings)}
+    )
+    arms = [name.strip() for name in arguments.arms.split(",")] if arguments.arms else step.ARMS
+    with Progress() as tell:
+        record = step.measure(settings, arms, memory=not arguments.no_memory, tell=tell)
+    picture = charts.step_chart(record) if arguments.png else b""
+    if arguments.csv:
+        report.write(arguments.csv, report.csv_of(step.cells(record)))
+    if arguments.png:
+        report.write(arguments.png, picture)
+    _report(arguments, record)
+
+
+def _report(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
+    import json
+
+    from .bench import report
+
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n")
+        report.write(arguments.json, json.dumps(record, indent=1) + "\n")
     print(report.markdown(record) if arguments.markdown else report.text(record))
 
 

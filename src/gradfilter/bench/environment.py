@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["conditions", "environment"]
+from ..errors import GradFilterError
+
+__all__ = ["available_memory", "conditions", "device_named", "environment", "wait_for"]
 
 
 def environment() -> dict[str, str | int]:
@@ -80,3 +82,37 @@ def _load() -> str:
 
 def _unavailable(reason: str) -> str:
     return f"unavailable ({reason})"
+
+
+def available_memory() -> int | None:
+    """Bytes that new work can have without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def device_named(name: str) -> torch.device:
+    """The device, if this machine has it.
+
+    >>> device_named("cpu")
+    device(type='cpu')
+    """
+    try:
+        device = torch.empty(0, device=name).device
+        wait_for(device)
+    except (
+        RuntimeError,
+        AssertionError,
+        AttributeError,
+    ) as error:  # an assertion: torch was built without it
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise GradFilterError(f"Device {name} cannot be used here ({reason}); cpu always can.") from None
+    return device
+
+
+def wait_for(device: torch.device) -> None:
+    """Other devices than the processor work on after a call has returned; wait before reading a clock."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()

@@ -1,26 +1,61 @@
-"""A record as text: an aligned table for the terminal, or Markdown for the documentation."""
+"""A record as text: an aligned table for the terminal, Markdown for documents, CSV for spreadsheets."""
 
 from __future__ import annotations
 
+import csv
+import io
+import os
+from pathlib import Path
 from typing import Any
 
+from ..errors import GradFilterError
 from ..plans import table
-from . import layers, regions
+from . import layers, regions, step
 from .environment import conditions
 
-__all__ = ["markdown", "markdown_table", "text"]
+__all__ = ["csv_of", "markdown", "markdown_table", "text", "write"]
 
-_LINES = {"layers": layers.lines, "regions": regions.lines}
+_LINES = {"layers": layers.lines, "regions": regions.lines, "step": step.lines}
 
 
 def text(record: dict[str, Any]) -> str:
-    """The record's table and its conditions."""
-    return f"{table(_lines(record))}\n\n{conditions(record['environment'])}"
+    """The record's table, its notes and its conditions."""
+    return "\n".join([table(_lines(record)), "", *_below(record)])
 
 
 def markdown(record: dict[str, Any]) -> str:
     """The same in Markdown."""
-    return f"{markdown_table(_lines(record))}\n\n{conditions(record['environment'])}"
+    return "\n".join([markdown_table(_lines(record)), "", "  \n".join(_below(record))])
+
+
+def csv_of(rows: list[dict[str, Any]]) -> str:
+    """Rows as CSV; a row may lack columns that others have.
+
+    >>> print(csv_of([{"name": "a"}, {"name": "b", "ms": 3.5}]))
+    name,ms
+    a,
+    b,3.5
+    <BLANKLINE>
+    """
+    made = io.StringIO()
+    columns = dict.fromkeys(column for row in rows for column in row)
+    writer = csv.DictWriter(made, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return made.getvalue()
+
+
+def write(file: str, content: str | bytes) -> None:
+    """Write a file whole or not at all: under another name first, so that nobody sees half of it."""
+    target = Path(file)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.replace(target)
+    except OSError as error:
+        raise GradFilterError(f"{file} cannot be written ({error.strerror}).") from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def markdown_table(lines: list[list[str]]) -> str:
@@ -37,3 +72,7 @@ def markdown_table(lines: list[list[str]]) -> str:
 
 def _lines(record: dict[str, Any]) -> list[list[str]]:
     return _LINES[record["benchmark"]](record)
+
+
+def _below(record: dict[str, Any]) -> list[str]:
+    return [*(step.notes(record) if record["benchmark"] == "step" else []), conditions(record["environment"])]

@@ -1,0 +1,348 @@
+"""Whole training steps of any model: forward and loss, backward, clipping and optimizer; all arms in turn.
+
+An arm is a way to train, and what is added to it:
+
+- ``inference``: no training; ``exact-all``: plain PyTorch, all layers; ``exact``: plain PyTorch, the selected
+  layers; ``filter``: the selected layers with ``GradientFilter``;
+- ``+prefix``: with ``gf.accelerate_``; ``+cache``: from the features of the frozen prefix, computed before.
+
+Every model is in eval mode and channels-last, so batch norms are fixed and dropout is off in all arms.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+from ..costs import kept_bytes, plan
+from ..errors import GradFilterError, nearest
+from ..methods import Exact, GradientFilter
+from ..models import build
+from ..plans import Plan, format_bytes, format_count
+from ..progress import Tell, silent
+from ..surgery import apply_
+from .baseline import train_plainly_
+from .energy import Meter, energy_of, find_meter
+from .environment import available_memory, device_named, environment, wait_for
+from .layers import WARMUP
+from .memory import peak_of_step
+from .timing import Interval, in_turn, median_of, ratio_of
+
+__all__ = ["ARMS", "BASELINES", "Arm", "Case", "Settings", "cells", "lines", "measure", "notes"]
+
+ARMS = (
+    "inference",
+    "inference+prefix",
+    "exact-all",
+    "exact",
+    "filter",
+    "exact+prefix",
+    "filter+prefix",
+    "exact+cache",
+    "filter+prefix+cache",
+)
+BASELINES = ("inference", "exact")
+CLIP = 2.0
+PARTS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: a model by name, the layers that train and how, and the batch."""
+
+    model: str
+    layers: str = "last:4"
+    patch: int = 2
+    taps: Literal["overlap", "collapse"] = "overlap"
+    batch: int = 8
+    size: int = 224
+    classes: int | None = None
+    weights: str | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    device: str = "cpu"
+    threads: int = 2
+    rounds: int = 9
+
+    @contextmanager
+    def in_memory(self, arm: str) -> Iterator[None]:
+        """Say in one sentence that memory has run out in the block."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            words = ("can't allocate memory", "out of memory", "not enough memory", "overflowed")
+            if isinstance(error, MemoryError) or any(word in str(error).lower() for word in words):
+                raise self.too_large(arm) from None
+            raise
+
+    def too_large(self, arm: str, detail: str = "") -> GradFilterError:
+        return GradFilterError(
+            f"Batch {self.batch} at {self.size} px is too large for the memory here, in arm {arm}{detail}; "
+            "try a smaller --batch or --size, or leave the arm out with --arms."
+        )
+
+
+class Case:
+    """What all arms share: the model, the batch and the plans."""
+
+    def __init__(self, settings: Settings) -> None:
+        s = settings
+        torch.set_num_threads(s.threads)
+        torch.manual_seed(0)
+        device, dtype = device_named(s.device), getattr(torch, s.dtype)
+        self.settings, self.device = s, device
+        model: Any = build(s.model, classes=s.classes, weights=s.weights)
+        self.model: nn.Module = model.eval().to(device, dtype, memory_format=torch.channels_last)
+        # on the meta device: planning needs no memory
+        self._example = example = torch.empty(s.batch, 3, s.size, s.size, dtype=dtype, device="meta")
+        self.plans = {
+            "inference": plan(self.model, Exact(), "all", example=example),
+            "exact": plan(self.model, Exact(), s.layers, example=example),
+            "filter": plan(self.model, GradientFilter(s.patch, s.taps), s.layers, example=example),
+        }
+        self.plans["exact-all"] = self.plans["inference"]
+
+    @cached_property
+    def images(self) -> Tensor:
+        made = torch.randn(self._example.shape, dtype=self._example.dtype)
+        return made.to(self.device, memory_format=torch.channels_last)
+
+    def check_memory(self, arms: Sequence[str]) -> None:
+        """Refuse what cannot fit: a step has the kept bytes at once, beside the batch and a model per arm."""
+        free = available_memory()
+        if free is None or self.device.type != "cpu":
+            return
+        held = sum(p.nbytes for p in self.model.parameters()) * len(arms) + self._example.nbytes
+        for arm in arms:
+            needed = held + (0 if "inference" in arm else self.plans[arm.partition("+")[0]].kept[1])
+            if needed > free:
+                sizes = f" (it needs at least {format_bytes(needed)}, and {format_bytes(free)} are free)"
+                raise self.settings.too_large(arm, sizes)
+
+
+class Times(NamedTuple):
+    """Seconds of the parts of a step."""
+
+    forward: float
+    backward: float = 0.0
+    optimizer: float = 0.0
+
+
+class Arm:
+    """One way to take a step. Calling it takes one, and gives its times."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        self.name, self.case = name, case
+        kind, *extras = name.split("+")
+        self.trains = kind != "inference"
+        self.plan = case.plans[kind]
+        self.cached = "cache" in extras
+        if self.cached and not any(row.action == "frozen" and not row.reason for row in self.plan.rows):
+            raise GradFilterError("the first layer trains, so there is no frozen prefix to keep features of")
+        self.model = _prepared(copy.deepcopy(case.model), kind, extras, self.plan)
+        self.forward = self._from_features() if self.cached else partial(self.model, case.images)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        # A small rate: the weights, and so the times, shall stay as they are.
+        self.optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9) if self.trains else None
+        self._labels: Tensor | None = None
+
+    def _from_features(self) -> Callable[[], Any]:
+        from ..program import split
+
+        parts = split(self.model)
+        with torch.no_grad():
+            features = parts.prefix(self.case.images)
+        return partial(parts.tail, features)
+
+    def __call__(self, keep_gradients: bool = False) -> Times:
+        start = self._now()
+        with torch.set_grad_enabled(self.trains):
+            logits = _logits(self.forward())
+        if self.optimizer is None:
+            return Times(self._now() - start)
+        loss = cross_entropy(logits, self._labels_for(logits))
+        forward = self._now()
+        torch.autograd.backward(loss)
+        backward = self._now()
+        clip_grad_norm_(self._parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not keep_gradients)
+        return Times(forward - start, backward - forward, self._now() - backward)
+
+    def kept_bytes(self) -> int:
+        with kept_bytes(self.model) as kept, torch.set_grad_enabled(self.trains):
+            self.forward()
+        return sum(kept.values())
+
+    def macs(self) -> dict[str, int]:
+        """Multiply-adds; from cached features only what runs behind the frozen prefix counts."""
+        rows = [row for row in self.plan.rows if not (self.cached and row.action == "frozen")]
+        costs = [row.after for row in rows if row.after]
+        backward = sum(cost.backward_macs for cost in costs) if self.trains else 0
+        return {"forward": sum(cost.forward_macs for cost in costs), "backward": backward}
+
+    def held_bytes(self) -> int:
+        """Bytes of gradients and optimizer state."""
+        if self.optimizer is None:
+            return 0
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        held = [p.grad for p in self._parameters()] + states
+        return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+
+    def _parameters(self) -> list[Tensor]:
+        return [] if self.optimizer is None else self.optimizer.param_groups[0]["params"]
+
+    def _labels_for(self, logits: Tensor) -> Tensor:
+        """Random classes, one per picture or pixel; made once."""
+        if self._labels is None:
+            shape = (logits.shape[0], *logits.shape[2:])
+            self._labels = torch.randint(logits.shape[1], shape, device=logits.device)
+        return self._labels
+
+    def _now(self) -> float:
+        wait_for(self.case.device)
+        return time.perf_counter()
+
+
+def _prepared(model: nn.Module, kind: str, extras: list[str], planned: Plan) -> nn.Module:
+    if kind == "inference":
+        model.requires_grad_(False)
+    elif kind == "filter" or extras:
+        apply_(model, planned)
+    else:
+        train_plainly_(model, planned)
+    if "prefix" in extras:
+        from ..program import accelerate_
+
+        accelerate_(model)
+    return model
+
+
+def _logits(output: Any) -> Tensor:
+    """The class scores among what a model gives; torchvision's segmentation models give a dict."""
+    if isinstance(output, dict):
+        output = output.get("out", next(iter(output.values())))
+    if not isinstance(output, Tensor) or output.dim() < 2:
+        raise GradFilterError(
+            "The model does not give one score per class, as (batch, classes, ...), which the loss of this "
+            "benchmark needs; choose a classification or segmentation model."
+        )
+    return output
+
+
+def measure(
+    settings: Settings, arms: Sequence[str] = ARMS, memory: bool = True, tell: Tell = silent
+) -> dict[str, Any]:
+    """Measure every arm; an arm that the model does not allow has the reason instead of numbers."""
+    for name in arms:
+        if name not in ARMS:
+            raise GradFilterError(
+                f"There is no arm {name}; choose among {', '.join(ARMS)}.{nearest(name, ARMS)}"
+            )
+    with settings.in_memory(arms[0]):
+        case = Case(settings)
+    found = environment()
+    case.check_memory(arms)
+    meter = find_meter()
+    made = {name: _row(name, case) for name in dict.fromkeys(arms)}
+    ready = {name: arm for name, (arm, _) in made.items() if arm}
+    times = _times(settings, ready, tell) if ready else {}
+    for number, (name, arm) in enumerate(ready.items()):
+        row = made[name][1]
+        row |= _summary(times, name)
+        tell("memory and energy", number + 1, len(ready))
+        row["energy_j"] = energy_of(arm, meter)
+        row["peak_bytes"] = peak_of_step(settings, name) if memory else "unavailable: --no-memory was given"
+    return {
+        "benchmark": "step",
+        "environment": found,
+        "settings": asdict(settings),
+        "energy_meter": meter.name if isinstance(meter, Meter) else meter,
+        "arms": [row for _, row in made.values()],
+    }
+
+
+def _row(name: str, case: Case) -> tuple[Arm | None, dict[str, Any]]:
+    with case.settings.in_memory(name):
+        try:
+            arm = Arm(name, case)
+            return arm, {"name": name, "kept_bytes": arm.kept_bytes(), "macs": arm.macs()}
+        except GradFilterError as error:
+            return None, {"name": name, "unavailable": str(error)}
+
+
+def _times(settings: Settings, arms: dict[str, Arm], tell: Tell) -> dict[str, list[Times]]:
+    def take(arm: Arm) -> Times:
+        with settings.in_memory(arm.name):
+            return arm()
+
+    calls = {name: partial(take, arm) for name, arm in arms.items()}
+    title, steps = f"steps of {settings.model}", settings.rounds + WARMUP
+    return in_turn(calls, settings.rounds, WARMUP, tell=lambda number: tell(title, number, steps))
+
+
+def _summary(times: dict[str, list[Times]], name: str) -> dict[str, Any]:
+    """Medians in milliseconds, ratios of step times to those of the baselines, and all their intervals."""
+    columns = [[sum(taken) for taken in times[name]], *zip(*times[name], strict=True)]
+    found = {part: median_of([1e3 * t for t in column]) for part, column in zip(PARTS, columns, strict=True)}
+    for base in BASELINES:
+        if base in times:
+            found[f"to_{base}"] = ratio_of(columns[0], [sum(taken) for taken in times[base]])
+    return {key: interval.median for key, interval in found.items()} | {
+        "intervals": {key: [interval.low, interval.high] for key, interval in found.items()}
+    }
+
+
+def lines(record: dict[str, Any]) -> list[list[str]]:
+    """The table, one line per arm."""
+    s = record["settings"]
+    title = f"{s['model']}, {s['layers']}, batch {s['batch']}, {s['size']} px"
+    made = [[title, "step", "forward", "backward", "optimizer", "kept", "peak"]]
+    made[0] += ["forward MACs", "backward MACs", *(f"of {base}" for base in BASELINES), "energy"]
+    for row in record["arms"]:
+        if "unavailable" in row:
+            made.append([row["name"], *["-"] * (len(made[0]) - 1)])
+            continue
+        step = Interval(row["step_ms"], *row["intervals"]["step_ms"])
+        made.append([row["name"], f"{step.median:.1f} ms ({step.low:.1f} to {step.high:.1f})"])
+        made[-1] += [f"{row[part]:.1f} ms" for part in PARTS[1:]]
+        made[-1] += [_cell(row[key], format_bytes) for key in ("kept_bytes", "peak_bytes")]
+        made[-1] += [format_count(row["macs"][way]) for way in ("forward", "backward")]
+        made[-1] += [_cell(row.get(f"to_{base}"), "{:.2f}x".format) for base in BASELINES]
+        made[-1].append(_cell(row["energy_j"], "{:.2f} J".format))
+    return made
+
+
+def _cell(value: Any, form: Callable[[Any], str]) -> str:
+    return "-" if value is None or isinstance(value, str) else form(value)
+
+
+def notes(record: dict[str, Any]) -> list[str]:
+    """What the table leaves out: the reasons of its gaps, and where its energy comes from."""
+    made = [
+        f"{row['name']}: unavailable: {row['unavailable']}" for row in record["arms"] if "unavailable" in row
+    ]
+    peaks = {row["peak_bytes"] for row in record["arms"] if isinstance(row.get("peak_bytes"), str)}
+    made += [f"Peak memory: {reason}" for reason in sorted(peaks)]
+    return [*made, f"Energy: {record['energy_meter']}"]
+
+
+def cells(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arms as flat rows for a spreadsheet, the settings in each; an interval has two columns."""
+    made = []
+    for row in record["arms"]:
+        flat = {key: value for key, value in row.items() if key not in ("macs", "intervals")}
+        flat |= {f"{way}_macs": count for way, count in row.get("macs", {}).items()}
+        for key, bounds in row.get("intervals", {}).items():
+            flat |= dict(zip((f"{key}_low", f"{key}_high"), bounds, strict=True))
+        made.append(flat | record["settings"])
+    return made
