@@ -137,6 +137,15 @@ def test_a_cached_step_starts_from_the_features(program: SimpleNamespace) -> Non
     assert "to_inference" not in made["exact"]
 
 
+def test_every_arm_runs_on_a_model_that_can_be_traced() -> None:
+    record = step.measure(TINY, memory=False)
+    rows = by_name(record)
+    assert tuple(rows) == step.ARMS
+    assert not [row for row in record["arms"] if "unavailable" in row]
+    assert rows["filter+prefix"]["kept_bytes"] < rows["exact"]["kept_bytes"]
+    assert rows["filter+prefix+cache"]["forward_ms"] > 0
+
+
 def test_an_arm_that_the_model_does_not_allow_has_the_reason(
     program: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,9 @@
 The figure is the largest resident size (VmHWM) during three steps, less the resident size before the first,
 less the bytes of the gradients and of the optimizer's state. So it is what a step needs above a loaded model,
 its gradients and its optimizer: activations, buffers of the operators, and what libraries set up when first
-used (torch 2.13 on x86: about 8 MiB in inference, 12 to 19 in training, whatever the batch). Gradients are
-set to zero between the steps, not freed, so that they are there all the time.
+used (torch 2.13 on x86: about 8 MiB in inference, 12 to 19 in training, whatever the batch; less in arms with
+``+cache``, where the frozen prefix has run before). Gradients are set to zero between the steps, not freed,
+so that they are there all the time.
 """
 
 from __future__ import annotations
