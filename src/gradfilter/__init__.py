@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import models as models
     from .analysis import analyze as analyze
+    from .cache import FeatureCache as FeatureCache
     from .coarse import count_fallbacks as count_fallbacks
     from .costs import cost as cost
     from .costs import kept_bytes as kept_bytes
@@ -23,16 +24,20 @@ if TYPE_CHECKING:
     from .methods import GradientFilter as GradientFilter
     from .methods import Method as Method
     from .plans import Plan as Plan
+    from .program import accelerate_ as accelerate_
+    from .program import split as split
     from .surgery import apply_ as apply_
     from .surgery import restore_ as restore_
 
 # torch takes seconds to import: nothing here does until a name is used
 _HOMES = {
     "Exact": "methods",
+    "FeatureCache": "cache",
     "GradFilterError": "errors",
     "GradientFilter": "methods",
     "Method": "methods",
     "Plan": "plans",
+    "accelerate_": "program",
     "analyze": "analysis",
     "apply_": "surgery",
     "cost": "costs",
@@ -41,14 +46,17 @@ _HOMES = {
     "models": "",
     "plan": "costs",
     "restore_": "surgery",
+    "split": "program",
 }
 
 __all__ = [
     "Exact",
+    "FeatureCache",
     "GradFilterError",
     "GradientFilter",
     "Method",
     "Plan",
+    "accelerate_",
     "analyze",
     "apply_",
     "cost",
@@ -57,6 +65,7 @@ __all__ = [
     "models",
     "plan",
     "restore_",
+    "split",
 ]
 
 

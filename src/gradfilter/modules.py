@@ -55,7 +55,11 @@ class RegionModule:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.gradfilter_base, type(self).__mro__[1]), self.__getstate__()
+        cls, roles = type(self), []
+        while issubclass(cls, RegionModule):
+            roles.append(cls.__mro__[1])
+            cls = cls.gradfilter_base  # type: ignore[assignment]
+        return _rebuild, (cls, *reversed(roles)), self.__getstate__()
 
 
 class RegionLayer(RegionModule):
@@ -122,7 +126,7 @@ class RegionSequential(RegionModule):
                     x = layer(x)
                 else:
                     x, ran = layer.run_with(x, followers)
-                    done += ran * sum(f is not None for f in (followers.norm, followers.activation))
+                    done += ran * sum(f is not None for f in (followers.norm, followers.slope))
         return x
 
 
@@ -135,7 +139,7 @@ def _followers(layer: nn.Module, modules: list[nn.Module]) -> Followers:
     gate = _gate(modules[0]) if modules else None
     if gate is None:
         return NOBODY if norm is None else Followers(norm, run_norm)
-    return Followers(norm, run_norm, modules[0], _own_forward(modules[0]), gate)
+    return Followers(norm, run_norm, _own_forward(modules[0]), gate)
 
 
 def _can_join(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
@@ -186,9 +190,11 @@ def region_class(base: Any, role: Any) -> type[nn.Module]:
     return type(base.__name__, (role, base), members)
 
 
-def _rebuild(base: Any, role: Any) -> nn.Module:
-    cls = region_class(base, role)
-    return cls.__new__(cls)
+def _rebuild(cls: Any, *roles: Any) -> nn.Module:
+    for role in roles:
+        cls = region_class(cls, role)
+    made: nn.Module = cls.__new__(cls)
+    return made
 
 
 def _run_uncompiled(module: RegionModule, *args: Any, **kwargs: Any) -> Any:

@@ -187,6 +187,9 @@ def restore_(model: Model) -> Model:
     >>> type(gf.restore_(gf.apply_(model, gf.GradientFilter()))[0]) is nn.Conv2d
     True
     """
+    for module in model.modules():
+        if module.__dict__.pop("gradfilter_program", None) is not None:
+            module.__class__ = module.gradfilter_base  # type: ignore[assignment]
     changed: list[Any] = [module for module in model.modules() if _RECORD in module.__dict__]
     for module in changed:
         record = module.__dict__[_RECORD]

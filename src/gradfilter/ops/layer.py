@@ -28,12 +28,12 @@ __all__ = ["Call", "Followers", "run_layer"]
 class Followers:
     """What reads a layer's output and nothing else does: a batch norm with fixed statistics, an activation.
 
-    Run with the layer as one autograd node, they cost no node of their own.
+    Run with the layer as one autograd node, they cost no node of their own. Where there is nothing to run, the
+    layer's own forward has done so.
     """
 
     norm: nn.Module | None
     run_norm: Callable[[Tensor], Tensor] | None
-    activation: nn.Module | None = None
     run_activation: Callable[[Tensor], Tensor] | None = None
     slope: SlopeKind | None = None
 
@@ -83,9 +83,10 @@ class _Layer(torch.autograd.Function):
         slope = None
         if followers.run_norm is not None:
             y = followers.run_norm(y)
-        if followers.slope is not None and followers.run_activation is not None:
+        if followers.slope is not None:
             slope = followers.slope.before(y, ctx.grid)
-            y = followers.run_activation(y)
+            if followers.run_activation is not None:
+                y = followers.run_activation(y)
             slope = followers.slope.after(y, ctx.grid) if slope is None else slope
         if isinstance(followers.slope, Gate) and followers.slope.shuts(ctx.grid):
             ctx.gate, ctx.open_count = followers.slope.openness, slope

@@ -1,0 +1,247 @@
+"""Which nodes of a traced model run as one: convolution, fixed norm, residual sum, activation.
+
+Reads a torch.fx graph and makes a list of steps; a step is one node, or a chain of nodes that runs as a ``FusedConv``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .calls import conv_geometry
+from .methods import Exact, Method
+from .ops.fused import HARDSWISH, NONE, RELU, SILU, Activation, FusedConv, activation_of, bounded
+from .ops.layer import Call, Followers, run_layer
+
+__all__ = ["Step", "make_steps"]
+
+ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
+FUNCTIONS: dict[Any, Activation] = {
+    **dict.fromkeys((F.relu, torch.relu, torch.relu_, "relu", "relu_"), RELU),
+    **{F.relu6: bounded(0.0, 6.0), F.silu: SILU, F.hardswish: HARDSWISH},
+}
+
+
+@dataclass
+class Step:
+    """One thing to do: ``run`` with the values of ``args`` and ``kwargs``; the result is the value of ``node``."""
+
+    node: Node
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fused: FusedConv | None = None
+    done: list[Node] = field(default_factory=list)  # values that nobody reads after this step
+
+    @property
+    def reads(self) -> list[Node]:
+        found: list[Node] = []
+        map_arg((self.args, self.kwargs), lambda node: found.append(node))
+        return found
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Nodes that run as one, when ``starts`` is reached; the result is the value of the last."""
+
+    conv: Node
+    norm: Node | None
+    add: Node | None
+    activation: Node | None
+    kind: Activation
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [n for n in (self.conv, self.norm, self.add, self.activation) if n is not None]
+
+    @property
+    def starts(self) -> Node:
+        return self.add or self.conv  # the other term of a sum may be made after the convolution
+
+
+def make_steps(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[Step]:
+    """What to do, in order; the nodes in ``frozen`` need no gradient, and come first."""
+    chains = [c for node in graph.nodes if (c := _chain(node, modules, frozen)) is not None]
+    starts = {chain.starts: chain for chain in chains}
+    inside = {node for chain in chains for node in chain.nodes}
+    made: dict[Node, Step] = {}
+    for node in graph.nodes:
+        if node in starts:
+            step = _fused_step(starts[node], modules, frozen)
+        elif node in inside or node.op in ("placeholder", "output"):
+            continue
+        else:
+            step = _plain_step(node, modules, made, frozen)
+        made[step.node] = step
+    steps = sorted(made.values(), key=lambda step: step.node not in frozen)  # what is frozen runs first
+    _note_last_reads(steps, graph)
+    _overwrite_where_possible(steps, made, frozen)
+    return steps
+
+
+def _chain(conv: Node, modules: dict[str, Any], frozen: set[Node]) -> _Chain | None:
+    """The chain that begins with this node, if it is a convolution that can be fused."""
+    if conv.op != "call_module" or not _is_plain_conv(modules[conv.target]):
+        return None
+    if conv not in frozen and not hasattr(modules[conv.target], "gradfilter_method"):
+        return None
+    norm = _only_reader(conv)
+    if norm is not None and not _is_constant(norm, modules, frozen):
+        norm = None
+    last = norm or conv
+    add = _sum_behind(last, conv, frozen)
+    last = add or last
+    activation = _only_reader(last)
+    kind = None if activation is None else _activation(activation, modules)
+    if kind is None:
+        return _Chain(conv, norm, add, None, NONE)
+    return _Chain(conv, norm, add, activation, kind)
+
+
+def _is_plain_conv(module: Any) -> bool:
+    return (
+        getattr(module, "gradfilter_base", type(module)) is nn.Conv2d
+        and module.padding_mode == "zeros"
+        and not isinstance(module.padding, str)
+    )
+
+
+def _is_constant(node: Node, modules: dict[str, Any], frozen: set[Node]) -> bool:
+    """A batch norm that is the same scale and shift at every step."""
+    if node.op != "call_module":
+        return False
+    norm = modules[node.target]  # type: ignore[index]
+    if getattr(norm, "gradfilter_base", type(norm)) is not nn.BatchNorm2d or norm.training:
+        return False
+    trains = any(p is not None and p.requires_grad for p in norm._parameters.values())
+    return norm.running_var is not None and (node in frozen or not trains)
+
+
+def _only_reader(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _sum_behind(last: Node, conv: Node, frozen: set[Node]) -> Node | None:
+    """The residual sum that reads the chain so far; oneDNN adds it on the way where nothing has a gradient."""
+    add = _only_reader(last)
+    if add is None or add not in frozen or add.target not in ADD or add.kwargs:
+        return None
+    both = len(add.args) == 2 and all(isinstance(a, Node) for a in add.args) and add.args[0] is not add.args[1]
+    # The convolution now runs later, so its input must be nobody else's, who might write to it.
+    return add if both and len(conv.args) == 1 and len(conv.args[0].users) == 1 else None  # type: ignore[union-attr]
+
+
+def _activation(node: Node, modules: dict[str, Any]) -> Activation | None:
+    if node.op == "call_module":
+        return activation_of(modules[node.target])  # type: ignore[index]
+    plain = len(node.args) == 1 and set(node.kwargs) <= {"inplace"}
+    return FUNCTIONS.get(node.target) if plain else None
+
+
+def _fused_step(chain: _Chain, modules: dict[str, Any], frozen: set[Node]) -> Step:
+    norm = None if chain.norm is None else modules[chain.norm.target]  # type: ignore[index]
+    fused = FusedConv(modules[chain.conv.target], norm, chain.kind)  # type: ignore[index]
+    last, x = chain.nodes[-1], chain.conv.args[0]
+    if chain.add is not None:
+        summed = chain.norm or chain.conv
+        other = next(term for term in chain.add.args if term is not summed)
+        return Step(last, partial(_frozen_sum, fused), (x, other), {}, fused)
+    if chain.conv in frozen:
+        return Step(last, fused.frozen, (x,), {}, fused)
+    return Step(last, partial(_trained, fused), (x,), {}, fused)
+
+
+def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor, overwrite: bool = False) -> Tensor:
+    conv: Any = fused.conv
+    shape = conv_geometry(
+        tuple(x.shape), conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
+    ).y_shape
+    if tuple(other.shape) == shape and other.dtype == x.dtype:
+        return fused.frozen(x, other, overwrite)
+    alone = FusedConv(conv, fused.norm)
+    return fused.activation.run_(alone.frozen(x) + other)
+
+
+def _trained(fused: FusedConv, x: Tensor) -> Tensor:
+    """As one autograd node, with the layer's method."""
+    conv: Any = fused.conv
+    if x.dim() != 4 or not (x.requires_grad or conv.weight.requires_grad):
+        return fused.frozen(x)
+    geometry = conv_geometry(
+        tuple(x.shape), conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
+    )
+    method: Method = conv.gradfilter_method
+    method = Exact() if method.refuses(geometry) else method
+    kind = fused.activation
+    run = None if kind.is_gate else kind.run_
+    followers = Followers(fused.norm, None, run_activation=run, slope=kind.slope)
+    return run_layer(x, conv.weight, conv.bias, Call(fused.trained, geometry, method, 1, followers))
+
+
+def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], frozen: set[Node]) -> Step:
+    if node.op == "call_module":
+        return Step(node, modules[node.target], node.args, node.kwargs)  # type: ignore[index]
+    if node.op == "get_attr":
+        return Step(node, partial(_attribute, modules[""], str(node.target)), (), {})
+    if node.op == "call_method":
+        return Step(node, partial(_method, node.target), node.args, node.kwargs)
+    if node.target in ADD and node not in frozen and not node.kwargs and len(node.args) == 2:
+        for mine, other in (node.args, node.args[::-1]):
+            if isinstance(mine, Node) and len(mine.users) == 1 and mine not in frozen and _is_free(made.get(mine)):
+                return Step(node, _add_to, (mine, other), {})
+    return Step(node, node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+
+
+def _is_free(step: Step | None) -> bool:
+    """Whether a step's result is needed by nobody's backward, so that it may be written to."""
+    return step is not None and step.fused is not None and step.fused.activation is NONE
+
+
+def _add_to(mine: Any, other: Any) -> Any:
+    if isinstance(other, Tensor) and mine.shape == other.shape and mine.dtype == other.dtype:
+        mine += other
+        return mine
+    return mine + other
+
+
+def _attribute(root: nn.Module, path: str) -> Any:
+    value: Any = root
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(owner, name)(*args, **kwargs)
+
+
+def _note_last_reads(steps: list[Step], graph: Graph) -> None:
+    output = next(iter(reversed(graph.nodes)))
+    last: dict[Node, Step | None] = {}
+    for step in steps:
+        last.update(dict.fromkeys(step.reads, step))
+    last.update(dict.fromkeys(output.all_input_nodes))
+    by_node = {step.node: step for step in steps}
+    for node, step in last.items():
+        if step is not None:
+            reader = _only_reader(step.node) if step.node.target in ADD else None
+            # A gate behind a residual sum looks at the sum's gated term (ops/join.py): that one must still be there.
+            by_node.get(reader, step).done.append(node)  # type: ignore[arg-type]
+
+
+def _overwrite_where_possible(steps: list[Step], made: dict[Node, Step], frozen: set[Node]) -> None:
+    """A sum may be put where its other term was, if a fused step made that afresh and nobody reads it again."""
+    for step in steps:
+        if len(step.args) == 2 and step.fused is not None and step.args[1] in step.done:
+            other = made.get(step.args[1])
+            if other is not None and other.fused is not None and other.node in frozen:
+                step.kwargs = {"overwrite": True}

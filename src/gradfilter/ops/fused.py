@@ -1,0 +1,167 @@
+"""Convolution, batch norm with fixed statistics, residual sum and activation in one call of oneDNN.
+
+The norm is folded into the weight. Where oneDNN does not serve (no float32, no CPU, other than two spatial axes) the
+same parts run one after the other, in place. Results differ from the separate modules by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .activation import Gate, Slope, SlopeKind
+
+__all__ = ["HARDSWISH", "NONE", "RELU", "SILU", "Activation", "FusedConv", "activation_of", "bounded", "leaky"]
+
+aten = torch.ops.aten
+
+
+class Activation(NamedTuple):
+    """An activation as oneDNN names it, as torch runs it in place, and its slope."""
+
+    name: str
+    numbers: tuple[float, ...]
+    run_: Callable[[Tensor], Tensor]
+    slope: SlopeKind | None
+
+    @property
+    def is_gate(self) -> bool:
+        return isinstance(self.slope, Gate)
+
+
+NONE = Activation("none", (), lambda x: x, None)
+
+
+def bounded(low: float, high: float) -> Activation:
+    return Activation("hardtanh", (low, high), lambda x: F.hardtanh_(x, low, high), Gate(low, high))
+
+
+def leaky(slope: float) -> Activation | None:
+    if slope < 0:
+        return None
+    return Activation("leaky_relu", (slope,), lambda x: F.leaky_relu_(x, slope), Gate(shut=slope))
+
+
+RELU = Activation("relu", (), torch.relu_, Gate())
+SILU = Activation("swish", (), lambda x: F.silu(x, inplace=True), Slope(aten.silu_backward))
+HARDSWISH = Activation("hardswish", (), lambda x: F.hardswish(x, inplace=True), Slope(aten.hardswish_backward))
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """The activation that a module of torch's is; None if it is none that can be fused."""
+    kind = getattr(module, "gradfilter_base", type(module))
+    if kind is nn.ReLU:
+        return RELU
+    if kind in (nn.ReLU6, nn.Hardtanh):
+        return bounded(module.min_val, module.max_val)  # type: ignore[arg-type]
+    if kind is nn.LeakyReLU:
+        return leaky(module.negative_slope)  # type: ignore[arg-type]
+    return {nn.SiLU: SILU, nn.Hardswish: HARDSWISH}.get(kind)
+
+
+class FusedConv:
+    """A convolution, the fixed norm behind it, and an activation; ``conv`` and ``norm`` stay the owners of all numbers.
+
+    Called with frozen weights it packs them once, and again when they have changed.
+    """
+
+    def __init__(self, conv: nn.Conv2d, norm: Any = None, activation: Activation = NONE) -> None:
+        self.conv, self.norm, self.activation = conv, norm, activation
+        self._folded: tuple[list[Any], Tensor, Tensor | None] | None = None
+        self._norm_factors: tuple[list[Any], Tensor, Tensor] | None = None
+        padding: Any = conv.padding
+        self.settings = (padding, conv.stride, conv.dilation, conv.groups)
+
+    def frozen(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
+        """The whole chain, plus ``other`` before the activation; ``overwrite`` allows to put the result there."""
+        state = _state(self.conv.weight, self.conv.bias, *self._norm_tensors())
+        if self._folded is None or self._folded[0] != [x.dtype, *state]:
+            weight, bias = self._fold(self.conv.weight.detach(), self.conv.bias)
+            if self.serves(x):
+                weight = _packed(weight, self.settings, x)
+            self._folded = ([x.dtype, *state], weight, bias)
+        return self._run(x, self._folded[1], self._folded[2], self.activation, other, overwrite)
+
+    def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolution and norm with the weight as it is now, and the activation if it is a gate."""
+        weight, bias = self._fold(weight, bias)
+        return self._run(x, weight, bias, self.activation if self.activation.is_gate else NONE)
+
+    def serves(self, x: Tensor) -> bool:
+        """Whether oneDNN can run it."""
+        return (
+            x.dtype == torch.float32
+            and x.device.type == "cpu"
+            and x.dim() == 4
+            and x.numel() > 0
+            and torch.backends.mkldnn.is_available()
+            and torch.backends.mkldnn.enabled
+        )
+
+    def _run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation,
+        other: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> Tensor:
+        # With weights that are not packed, and larger than the maps, torch's own call is the faster one.
+        if not self.serves(x) or (weight.layout is torch.strided and weight.numel() > 2 * x.numel()):
+            padding, stride, dilation, groups = self.settings
+            y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+            return activation.run_(y if other is None else y.add_(other))
+        ops = torch.ops.mkldnn
+        name, numbers = activation.name, list(activation.numbers)
+        made: Tensor
+        if other is None:
+            made = ops._convolution_pointwise(x, weight, bias, *self.settings, name, numbers, "")
+            return made
+        unary = ("relu", [], "") if name == "relu" else (None, [], None)  # the only one it can run behind a sum
+        settings = (weight, bias, *self.settings, "add", 1.0, *unary)
+        if overwrite:
+            made = ops._convolution_pointwise_.binary(other, x, *settings)
+        else:
+            made = ops._convolution_pointwise.binary(x, other, *settings)
+        return made if name == "relu" else activation.run_(made)
+
+    def _fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.norm is None:
+            return weight, None if bias is None else bias.detach()
+        scale, shift = self._factors(weight.dtype)
+        folded_bias = shift if bias is None else torch.addcmul(shift, bias.detach(), scale)
+        return weight * scale.view(-1, 1, 1, 1), folded_bias
+
+    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What the norm multiplies by and adds."""
+        state = [dtype, *_state(*self._norm_tensors())]
+        if self._norm_factors is None or self._norm_factors[0] != state:
+            norm = self.norm
+            scale = torch.rsqrt(norm.running_var.double() + norm.eps)
+            if norm.weight is not None:
+                scale = scale * norm.weight.detach().double()
+            shift = -norm.running_mean.double() * scale
+            if norm.bias is not None:
+                shift = shift + norm.bias.detach().double()
+            self._norm_factors = (state, scale.to(dtype), shift.to(dtype))
+        return self._norm_factors[1], self._norm_factors[2]
+
+    def _norm_tensors(self) -> tuple[Tensor | None, ...]:
+        norm = self.norm
+        return () if norm is None else (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+
+
+def _state(*tensors: Tensor | None) -> list[Any]:
+    """Differs when any of the tensors has been replaced or written to."""
+    return [None if t is None else (t.data_ptr(), t._version) for t in tensors]
+
+
+def _packed(weight: Tensor, settings: tuple[Any, ...], x: Tensor) -> Tensor:
+    """The weight in the layout that oneDNN wants for maps like x."""
+    packed: Tensor = torch._C._nn.mkldnn_reorder_conv2d_weight(weight.to_mkldnn(), *settings, list(x.shape))
+    return packed

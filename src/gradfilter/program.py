@@ -1,0 +1,276 @@
+"""A faster way to run a model: traced once, its frozen prefix without a graph, convolutions fused with what follows.
+
+The model stays the owner of every number: parameters, state dict and modules are what they were. Results differ from
+the plain model's by rounding. What cannot be traced, or has hooks, runs as ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node, Tracer
+from torch.fx.node import map_arg
+
+from .errors import GradFilterError
+from .fusion import Step, make_steps
+from .modules import LAYERS, NORMS, RegionModule, region_class
+from .region import region
+
+__all__ = ["Split", "accelerate_", "split"]
+
+Model = TypeVar("Model", bound=nn.Module)
+Values = dict[Node, Any]
+
+
+def accelerate_(model: Model) -> Model:
+    """Run the model fused from now on, trained layers included; returns the model. ``restore_`` undoes it.
+
+    Batch norms with fixed statistics are folded into their convolutions, activations and residual sums run with them,
+    and what is frozen before the first trained layer builds no graph. Call it after ``apply_``; where a model cannot
+    be traced as a whole, the largest of its modules that can are. ``str(gf.acceleration(model))`` tells what runs how.
+
+    >>> import gradfilter as gf
+    >>> model = gf.apply_(gf.models.build("tiny"), gf.GradientFilter(patch=2), "last:2")
+    >>> x = torch.randn(2, 3, 32, 32)
+    >>> before = model(x)
+    >>> torch.allclose(before, gf.accelerate_(model)(x), atol=1e-5)
+    True
+    """
+    if any("gradfilter_program" in module.__dict__ for module in model.modules()):
+        raise GradFilterError("The model is accelerated already; gf.restore_(model) undoes that.")
+    if not _accelerate(model):
+        raise GradFilterError(f"Nothing in {type(model).__name__} can be traced: {_why_untraceable(model)}")
+    return model
+
+
+def _accelerate(module: nn.Module) -> bool:
+    """This module if it can be traced, else the largest of its parts that can."""
+    if not any(module.children()):
+        return False
+    if _why_untraceable(module):
+        return any([_accelerate(child) for child in module.children()])
+    module.__dict__["gradfilter_program"] = Program()
+    module.__class__ = region_class(type(module), Accelerated)
+    return True
+
+
+def _why_untraceable(module: nn.Module) -> str:
+    try:
+        _trace(module)
+    except Exception as error:  # whatever a user's forward does with a stand-in for a tensor
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
+
+
+class Accelerated(RegionModule):
+    """A module whose forward runs its program."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        program: Program = module.__dict__["gradfilter_program"]
+        ready = None if torch.compiler.is_compiling() else program.ready(module, args, kwargs)
+        if ready is None:
+            return super().forward(*args, **kwargs)
+        return ready.run(dict(zip(ready.inputs, args, strict=True)))
+
+
+class Split(NamedTuple):
+    """A model in two: ``tail(prefix(x))`` is ``model(x)``, and nothing in ``prefix`` trains.
+
+    prefix gives what the tail reads of it: one tensor or more, the batch first. frozen: every number prefix uses;
+    signature: what it does with them.
+    """
+
+    prefix: Callable[[Tensor], tuple[Tensor, ...]]
+    tail: Callable[[Sequence[Tensor]], Any]
+    frozen: list[Tensor]
+    signature: str
+
+
+def split(model: nn.Module) -> Split:
+    """Cut the model where its first trained layer begins.
+
+    >>> import gradfilter as gf
+    >>> model = gf.apply_(gf.models.build("tiny"), gf.GradientFilter(patch=2), "last:2")
+    >>> parts, x = gf.split(model), torch.randn(2, 3, 32, 32)
+    >>> torch.allclose(parts.tail(parts.prefix(x)), model(x), atol=1e-5)
+    True
+    """
+    program = model.__dict__.get("gradfilter_program") or Program()
+    try:
+        with torch.enable_grad():
+            ready = program.ready(model, (torch.empty(0),), {})
+    except Exception as error:
+        raise GradFilterError(f"{type(model).__name__} cannot be split, because it cannot be traced: {error}") from error
+    if ready is None:
+        raise GradFilterError(f"{type(model).__name__} cannot be split while modules have hooks or autocast is on.")
+    border = ready.border
+    if not ready.prefix or any(node.op == "placeholder" for node in border):
+        raise GradFilterError("There is no frozen prefix: the first layer of the model trains.")
+    if not ready.tail:
+        raise GradFilterError("There is no tail: nothing in the model trains; call gf.apply_ first.")
+
+    def prefix(x: Tensor) -> tuple[Tensor, ...]:
+        values: Values = dict(zip(ready.inputs, [x], strict=True))
+        ready.run_prefix(values)
+        features = tuple(values[node] for node in border)
+        if not all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in features):
+            raise GradFilterError("The model cannot be split: its trained part reads sizes of its frozen part.")
+        return features
+
+    def tail(features: Sequence[Tensor]) -> Any:
+        now = program.ready(model, (features[0],), {})  # the mode may have changed
+        if now is None or not torch.is_grad_enabled():
+            now = ready
+        by_name = {node.name: node for node in now.border}
+        return now.run_tail({by_name[n.name]: f for n, f in zip(border, features, strict=True)})
+
+    return Split(prefix, tail, ready.prefix_tensors(), ready.signature())
+
+
+@dataclass
+class Ready:
+    """The steps for one way of calling: what is frozen then, and what is not."""
+
+    graph: Graph
+    modules: dict[str, Any]
+    frozen: list[Node]
+    prefix: list[Step]
+    tail: list[Step]
+
+    def __post_init__(self) -> None:
+        self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.output = next(iter(reversed(self.graph.nodes)))
+        self.has_methods = any(hasattr(module, "gradfilter_method") for module in self.modules.values())
+        made = {*self.inputs, *(step.node for step in self.prefix)}
+        read = [node for step in self.tail for node in step.reads] + self.output.all_input_nodes
+        self.border = [node for node in dict.fromkeys(read) if node in made]
+
+    def run(self, values: Values) -> Any:
+        self.run_prefix(values)
+        return self.run_tail(values)
+
+    def run_prefix(self, values: Values) -> None:
+        with torch.no_grad():
+            _run(self.prefix, values)
+
+    def run_tail(self, values: Values) -> Any:
+        with region() if self.has_methods and torch.is_grad_enabled() else nullcontext():
+            _run(self.tail, values)
+        return map_arg(self.output.args[0], lambda node: values[node])
+
+    def prefix_tensors(self) -> list[Tensor]:
+        owners = [self.modules[n.target] for n in self.frozen if n.op == "call_module"]
+        loose = [step.run() for step in self.prefix if step.node.op == "get_attr"]
+        return [t for m in owners for t in (*m.parameters(), *m.buffers())] + loose
+
+    def signature(self) -> str:
+        lines = [
+            f"{n.format_node()} {self.modules[n.target] if n.op == 'call_module' else ''}" for n in self.frozen
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _run(steps: list[Step], values: Values) -> None:
+    for step in steps:
+        args = [values[a] if isinstance(a, Node) else map_arg(a, values.__getitem__) for a in step.args]
+        kwargs = step.kwargs and map_arg(step.kwargs, values.__getitem__)
+        values[step.node] = step.run(*args, **kwargs)
+        del args
+        for node in step.done:
+            del values[node]
+
+
+class Program:
+    """A module's traces and steps, made when they are first needed; a copy starts anew."""
+
+    def __init__(self) -> None:
+        self._ready: dict[Any, Ready] = {}
+        self._looked_at: tuple[list[nn.Module], list[Any], list[nn.Parameter]] | None = None
+
+    def __deepcopy__(self, memo: Any) -> Program:
+        return Program()
+
+    def __reduce__(self) -> Any:
+        return Program, ()
+
+    def ready(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ready | None:
+        """The steps for such a call; None where the module's own forward has to run."""
+        if self._looked_at is None:
+            modules = list(module.modules())
+            self._looked_at = (modules, _hooks(modules[1:]), list(module.parameters()))
+        modules, hooks, parameters = self._looked_at
+        if kwargs or any(hooks) or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return None
+        if not all(type(a) is Tensor for a in args):
+            return None
+        key = (
+            torch.is_grad_enabled() and tuple(a.requires_grad for a in args),
+            tuple(m.training for m in modules),
+            tuple(p.requires_grad for p in parameters),
+        )
+        if key not in self._ready:
+            self._ready[key] = _make_ready(module, args)
+        ready = self._ready[key]
+        return ready if len(ready.inputs) == len(args) else None
+
+
+def _hooks(modules: list[nn.Module]) -> list[Any]:
+    """The dicts in which modules hold their hooks: as long as they are empty nobody looks on."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [module.__dict__[name] for module in modules for name in names]
+
+
+def _make_ready(module: nn.Module, args: tuple[Any, ...]) -> Ready:
+    graph = _trace(module)
+    modules: dict[str, Any] = dict(module.named_modules())
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    moving = {n for n, a in zip(given, args, strict=False) if torch.is_grad_enabled() and a.requires_grad}
+    frozen = _frozen_nodes(graph, modules, moving)
+    steps = make_steps(graph, modules, frozen)
+    prefix = [step for step in steps if step.node in frozen]
+    ordered = [node for node in graph.nodes if node in frozen]
+    return Ready(graph, modules, ordered, prefix, steps[len(prefix) :])
+
+
+def _frozen_nodes(graph: Graph, modules: dict[str, Any], moving: set[Node]) -> set[Node]:
+    """The nodes whose value needs no gradient."""
+    moving = set(moving)
+    for node in graph.nodes:
+        trains = torch.is_grad_enabled() and _trains(node, modules)
+        if trains or any(n in moving for n in node.all_input_nodes):
+            moving.add(node)
+    return {node for node in graph.nodes if node not in moving and node.op not in ("placeholder", "output")}
+
+
+def _trains(node: Node, modules: dict[str, Any]) -> bool:
+    if node.op == "call_module":
+        return any(p.requires_grad for p in modules[node.target].parameters())  # type: ignore[index]
+    if node.op == "get_attr":
+        owner, _, name = str(node.target).rpartition(".")
+        return bool(getattr(getattr(modules[owner], name), "requires_grad", False))
+    return False
+
+
+class _Tracer(Tracer):
+    """Every layer and norm is a leaf, subclasses with a forward of their own too."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return isinstance(module, (*LAYERS, *NORMS)) or super().is_leaf_module(module, name)
+
+
+def _trace(module: nn.Module) -> Graph:
+    """The module's graph, read off its own class's forward: ours takes any arguments, which says nothing."""
+    base: Any = type(module)
+    while issubclass(base, RegionModule):
+        base = base.gradfilter_base
+    shell = base.__new__(base)
+    shell.__dict__ = module.__dict__
+    with torch.no_grad():  # inside, modules run as their own classes do
+        return _Tracer().trace(shell)
