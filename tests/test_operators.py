@@ -595,8 +595,8 @@ MISTAKES: dict[str, Mistake] = {
     "maxima one neighbour off": Mistake(
         ["max pool", "gated pool"],
         max_pool,
-        "_count_each",
-        lambda right: lambda *how: right(*how).roll(1, 0),
+        "_maxima",
+        lambda right: lambda *how: (lambda y, counts: (y, counts.roll(1, 0)))(*right(*how)),
         lambda case: coarse(case) and case.lands == case.patches and case.maps.size > case.patches[2:],
     ),
     "matrices upside down": Mistake(

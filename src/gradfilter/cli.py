@@ -226,6 +226,11 @@ def _add_step(kind: argparse.ArgumentParser) -> None:
     kind.add_argument(
         "--no-memory", action="store_true", help="leave out peak memory, which takes a process per arm"
     )
+    kind.add_argument(
+        "--one-process",
+        action="store_true",
+        help="all arms in one process: needs less memory, blurs the times",
+    )
     kind.add_argument("--csv", metavar="FILE", help="also write a spreadsheet, one row per arm")
     kind.add_argument("--png", metavar="FILE", help="also draw a picture; needs matplotlib")
 
@@ -262,7 +267,7 @@ def _bench_step(arguments: argparse.Namespace) -> None:
     )
     arms = [name.strip() for name in arguments.arms.split(",")] if arguments.arms else step.ARMS
     with Progress() as tell:
-        record = step.measure(settings, arms, memory=not arguments.no_memory, tell=tell)
+        record = step.measure(settings, arms, not arguments.no_memory, tell, arguments.one_process)
     picture = charts.step_chart(record) if arguments.png else b""
     if arguments.csv:
         report.write(arguments.csv, report.csv_of(step.cells(record)))

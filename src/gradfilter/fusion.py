@@ -83,7 +83,7 @@ def make_steps(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list
             step = _plain_step(node, modules, made, frozen)
         made[step.node] = step
     steps = sorted(made.values(), key=lambda step: step.node not in frozen)  # what is frozen runs first
-    _note_last_reads(steps, graph)
+    _note_last_reads(steps, graph, frozen)
     _overwrite_where_possible(steps, made, frozen)
     return steps
 
@@ -135,7 +135,9 @@ def _sum_behind(last: Node, conv: Node, frozen: set[Node]) -> Node | None:
     add = _only_reader(last)
     if add is None or add not in frozen or add.target not in ADD or add.kwargs:
         return None
-    both = len(add.args) == 2 and all(isinstance(a, Node) for a in add.args) and add.args[0] is not add.args[1]
+    both = (
+        len(add.args) == 2 and all(isinstance(a, Node) for a in add.args) and add.args[0] is not add.args[1]
+    )
     # The convolution now runs later, so its input must be nobody else's, who might write to it.
     return add if both and len(conv.args) == 1 and len(conv.args[0].users) == 1 else None  # type: ignore[union-attr]
 
@@ -163,7 +165,13 @@ def _fused_step(chain: _Chain, modules: dict[str, Any], frozen: set[Node]) -> St
 def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor, overwrite: bool = False) -> Tensor:
     conv: Any = fused.conv
     shape = conv_geometry(
-        tuple(x.shape), conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
+        tuple(x.shape),
+        conv.out_channels,
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
     ).y_shape
     if tuple(other.shape) == shape and other.dtype == x.dtype:
         return fused.frozen(x, other, overwrite)
@@ -177,7 +185,13 @@ def _trained(fused: FusedConv, x: Tensor) -> Tensor:
     if x.dim() != 4 or not (x.requires_grad or conv.weight.requires_grad):
         return fused.frozen(x)
     geometry = conv_geometry(
-        tuple(x.shape), conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
+        tuple(x.shape),
+        conv.out_channels,
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
     )
     method: Method = conv.gradfilter_method
     method = Exact() if method.refuses(geometry) else method
@@ -196,7 +210,12 @@ def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], fro
         return Step(node, partial(_method, node.target), node.args, node.kwargs)
     if node.target in ADD and node not in frozen and not node.kwargs and len(node.args) == 2:
         for mine, other in (node.args, node.args[::-1]):
-            if isinstance(mine, Node) and len(mine.users) == 1 and mine not in frozen and _is_free(made.get(mine)):
+            if (
+                isinstance(mine, Node)
+                and len(mine.users) == 1
+                and mine not in frozen
+                and _is_free(made.get(mine))
+            ):
                 return Step(node, _add_to, (mine, other), {})
     return Step(node, node.target, node.args, node.kwargs)  # type: ignore[arg-type]
 
@@ -224,18 +243,20 @@ def _method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(owner, name)(*args, **kwargs)
 
 
-def _note_last_reads(steps: list[Step], graph: Graph) -> None:
+def _note_last_reads(steps: list[Step], graph: Graph, frozen: set[Node]) -> None:
     output = next(iter(reversed(graph.nodes)))
+    by_node = {step.node: step for step in steps}
     last: dict[Node, Step | None] = {}
     for step in steps:
         last.update(dict.fromkeys(step.reads, step))
     last.update(dict.fromkeys(output.all_input_nodes))
-    by_node = {step.node: step for step in steps}
-    for node, step in last.items():
-        if step is not None:
-            reader = _only_reader(step.node) if step.node.target in ADD else None
-            # A gate behind a residual sum looks at the sum's gated term (ops/join.py): that one must still be there.
-            by_node.get(reader, step).done.append(node)  # type: ignore[arg-type]
+    for node, end in last.items():
+        if end is None:
+            continue
+        # A gate behind a residual sum looks at the sum's gated term (ops/join.py), which must still be there.
+        waits = end.node.target in ADD and end.node not in frozen
+        reader = _only_reader(end.node) if waits else None
+        (by_node.get(reader, end) if reader else end).done.append(node)
 
 
 def _overwrite_where_possible(steps: list[Step], made: dict[Node, Step], frozen: set[Node]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node, Tracer
 from torch.fx.node import map_arg
 
+from .allocator import keep_freed_memory
 from .errors import GradFilterError
 from .fusion import Step, make_steps
 from .modules import LAYERS, NORMS, RegionModule, region_class
@@ -33,7 +34,7 @@ def accelerate_(model: Model) -> Model:
 
     Batch norms with fixed statistics are folded into their convolutions, activations and residual sums run with them,
     and what is frozen before the first trained layer builds no graph. Call it after ``apply_``; where a model cannot
-    be traced as a whole, the largest of its modules that can are. ``str(gf.acceleration(model))`` tells what runs how.
+    be traced as a whole, the largest of its modules that can are. The process keeps memory that is freed (allocator.py).
 
     >>> import gradfilter as gf
     >>> model = gf.apply_(gf.models.build("tiny"), gf.GradientFilter(patch=2), "last:2")
@@ -46,6 +47,7 @@ def accelerate_(model: Model) -> Model:
         raise GradFilterError("The model is accelerated already; gf.restore_(model) undoes that.")
     if not _accelerate(model):
         raise GradFilterError(f"Nothing in {type(model).__name__} can be traced: {_why_untraceable(model)}")
+    keep_freed_memory()
     return model
 
 
@@ -107,9 +109,13 @@ def split(model: nn.Module) -> Split:
         with torch.enable_grad():
             ready = program.ready(model, (torch.empty(0),), {})
     except Exception as error:
-        raise GradFilterError(f"{type(model).__name__} cannot be split, because it cannot be traced: {error}") from error
+        raise GradFilterError(
+            f"{type(model).__name__} cannot be split, because it cannot be traced: {error}"
+        ) from error
     if ready is None:
-        raise GradFilterError(f"{type(model).__name__} cannot be split while modules have hooks or autocast is on.")
+        raise GradFilterError(
+            f"{type(model).__name__} cannot be split while modules have hooks or autocast is on."
+        )
     border = ready.border
     if not ready.prefix or any(node.op == "placeholder" for node in border):
         raise GradFilterError("There is no frozen prefix: the first layer of the model trains.")
@@ -121,7 +127,9 @@ def split(model: nn.Module) -> Split:
         ready.run_prefix(values)
         features = tuple(values[node] for node in border)
         if not all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in features):
-            raise GradFilterError("The model cannot be split: its trained part reads sizes of its frozen part.")
+            raise GradFilterError(
+                "The model cannot be split: its trained part reads sizes of its frozen part."
+            )
         return features
 
     def tail(features: Sequence[Tensor]) -> Any:
@@ -172,7 +180,8 @@ class Ready:
 
     def signature(self) -> str:
         lines = [
-            f"{n.format_node()} {self.modules[n.target] if n.op == 'call_module' else ''}" for n in self.frozen
+            f"{n.format_node()} {self.modules[n.target] if n.op == 'call_module' else ''}"
+            for n in self.frozen
         ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -11,24 +11,19 @@ so that they are there all the time.
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import GradFilterError
+from .worker import Worker
 
 if TYPE_CHECKING:
     from .step import Settings
 
 __all__ = ["peak_above", "peak_of_step"]
 
-KILLED = -9  # by the system, as it does when memory runs out
 STEPS = 3  # the first makes gradients and optimizer state
 # glibc keeps freed memory for later; how much depends on what ran before, and peaks of equal runs differ by
 # 10 %. With a fixed threshold whatever is larger goes back to the system at once: they differ by 0.5 %.
@@ -39,17 +34,8 @@ def peak_of_step(settings: Settings, arm: str) -> int | str:
     """Peak bytes of an arm's step; where they cannot be measured, "unavailable: " and the reason."""
     if settings.device != "cpu":
         return "unavailable: the memory of the process says nothing about another device"
-    command = [sys.executable, "-m", "gradfilter.bench.memory", arm, json.dumps(asdict(settings))]
-    surroundings = {**os.environ, **ALLOCATOR, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, env=surroundings)  # noqa: S603  ourselves
-    if done.returncode == KILLED:
-        raise settings.too_large(arm)
-    if done.returncode == 0:
-        return int(done.stdout)
-    told = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    if done.returncode == 2:
-        raise GradFilterError(told[-1])
-    return f"unavailable: the fresh process failed ({told[-1]})"
+    with Worker(settings, arm, ALLOCATOR) as worker:
+        return worker.peak()
 
 
 def peak_above(step: Callable[[], object], held: Callable[[], int]) -> int:
@@ -83,22 +69,3 @@ def _peak() -> int:
 def _status(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
-
-
-def _main(arm: str, settings: str) -> int:
-    """The fresh process: one arm, its peak on stdout."""
-    from .step import Arm, Case, Settings
-
-    try:
-        asked = Settings(**json.loads(settings))
-        with asked.in_memory(arm):
-            ready = Arm(arm, Case(asked))
-            print(peak_above(lambda: ready(keep_gradients=True), ready.held_bytes))
-    except GradFilterError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -37,6 +37,7 @@ from .environment import available_memory, device_named, environment, wait_for
 from .layers import WARMUP
 from .memory import peak_of_step
 from .timing import Interval, in_turn, median_of, ratio_of
+from .worker import Worker
 
 __all__ = ["ARMS", "BASELINES", "Arm", "Case", "Settings", "cells", "lines", "measure", "notes"]
 
@@ -103,13 +104,17 @@ class Case:
         model: Any = build(s.model, classes=s.classes, weights=s.weights)
         self.model: nn.Module = model.eval().to(device, dtype, memory_format=torch.channels_last)
         # on the meta device: planning needs no memory
-        self._example = example = torch.empty(s.batch, 3, s.size, s.size, dtype=dtype, device="meta")
-        self.plans = {
-            "inference": plan(self.model, Exact(), "all", example=example),
-            "exact": plan(self.model, Exact(), s.layers, example=example),
-            "filter": plan(self.model, GradientFilter(s.patch, s.taps), s.layers, example=example),
-        }
-        self.plans["exact-all"] = self.plans["inference"]
+        self._example = torch.empty(s.batch, 3, s.size, s.size, dtype=dtype, device="meta")
+        self._plans: dict[str, Plan] = {}
+
+    def plan(self, kind: str) -> Plan:
+        """What an arm of this kind trains, and how."""
+        if kind not in self._plans:
+            s = self.settings
+            method = GradientFilter(s.patch, s.taps) if kind == "filter" else Exact()
+            layers = s.layers if kind in ("exact", "filter") else "all"
+            self._plans[kind] = plan(self.model, method, layers, example=self._example)
+        return self._plans[kind]
 
     @cached_property
     def images(self) -> Tensor:
@@ -123,7 +128,7 @@ class Case:
             return
         held = sum(p.nbytes for p in self.model.parameters()) * len(arms) + self._example.nbytes
         for arm in arms:
-            needed = held + (0 if "inference" in arm else self.plans[arm.partition("+")[0]].kept[1])
+            needed = held + (0 if "inference" in arm else self.plan(arm.partition("+")[0]).kept[1])
             if needed > free:
                 sizes = f" (it needs at least {format_bytes(needed)}, and {format_bytes(free)} are free)"
                 raise self.settings.too_large(arm, sizes)
@@ -144,7 +149,7 @@ class Arm:
         self.name, self.case = name, case
         kind, *extras = name.split("+")
         self.trains = kind != "inference"
-        self.plan = case.plans[kind]
+        self.plan = case.plan(kind)
         self.cached = "cache" in extras
         if self.cached and not any(row.action == "frozen" and not row.reason for row in self.plan.rows):
             raise GradFilterError("the first layer trains, so there is no frozen prefix to keep features of")
@@ -152,7 +157,7 @@ class Arm:
         self.forward = self._from_features() if self.cached else partial(self.model, case.images)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         # A small rate: the weights, and so the times, shall stay as they are.
-        self.optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9) if self.trains else None
+        self.optimizer = torch.optim.SGD(parameters, lr=1e-4) if self.trains else None
         self._labels: Tensor | None = None
 
     def _from_features(self) -> Callable[[], Any]:
@@ -216,7 +221,7 @@ class Arm:
 def _prepared(model: nn.Module, kind: str, extras: list[str], planned: Plan) -> nn.Module:
     if kind == "inference":
         model.requires_grad_(False)
-    elif kind == "filter" or extras:
+    elif kind == "filter":
         apply_(model, planned)
     else:
         train_plainly_(model, planned)
@@ -240,9 +245,17 @@ def _logits(output: Any) -> Tensor:
 
 
 def measure(
-    settings: Settings, arms: Sequence[str] = ARMS, memory: bool = True, tell: Tell = silent
+    settings: Settings,
+    arms: Sequence[str] = ARMS,
+    memory: bool = True,
+    tell: Tell = silent,
+    one_process: bool = False,
 ) -> dict[str, Any]:
-    """Measure every arm; an arm that the model does not allow has the reason instead of numbers."""
+    """Measure every arm; an arm that the model does not allow has the reason instead of numbers.
+
+    Each arm has a process of its own and they take turns, unless all shall be in one: that needs less memory, but what
+    one arm leaves to the allocator then speeds up or slows down the others.
+    """
     for name in arms:
         if name not in ARMS:
             raise GradFilterError(
@@ -253,41 +266,66 @@ def measure(
     found = environment()
     case.check_memory(arms)
     meter = find_meter()
-    made = {name: _row(name, case) for name in dict.fromkeys(arms)}
-    ready = {name: arm for name, (arm, _) in made.items() if arm}
-    times = _times(settings, ready, tell) if ready else {}
-    for number, (name, arm) in enumerate(ready.items()):
-        row = made[name][1]
-        row |= _summary(times, name)
-        tell("memory and energy", number + 1, len(ready))
-        row["energy_j"] = energy_of(arm, meter)
-        row["peak_bytes"] = peak_of_step(settings, name) if memory else "unavailable: --no-memory was given"
+    with ExitStack() as workers:
+        steps, rows = _prepare(case, list(dict.fromkeys(arms)), None if one_process else workers, tell)
+        times = _times(settings, steps, tell) if steps else {}
+        for number, (name, step) in enumerate(steps.items()):
+            tell("energy", number + 1, len(steps))
+            rows[name] |= _summary(times, name) | {"energy_j": energy_of(step, meter)}
+    for number, name in enumerate(steps):
+        tell("memory", number + 1, len(steps))
+        peak = peak_of_step(settings, name) if memory else "unavailable: --no-memory was given"
+        rows[name]["peak_bytes"] = peak
     return {
         "benchmark": "step",
         "environment": found,
         "settings": asdict(settings),
+        "one_process": one_process,
         "energy_meter": meter.name if isinstance(meter, Meter) else meter,
-        "arms": [row for _, row in made.values()],
+        "arms": list(rows.values()),
     }
 
 
-def _row(name: str, case: Case) -> tuple[Arm | None, dict[str, Any]]:
+Step = Callable[[], Times]
+
+
+def _prepare(
+    case: Case, arms: list[str], workers: ExitStack | None, tell: Tell
+) -> tuple[dict[str, Step], dict[str, dict[str, Any]]]:
+    """How to take a step of each arm that can be had, and what is known of each before."""
+    steps: dict[str, Step] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for number, name in enumerate(arms):
+        tell("preparing", number + 1, len(arms))
+        if workers is None:
+            arm, known = facts(name, case)
+        else:
+            worker = workers.enter_context(Worker(case.settings, name))
+            arm, known = worker.step, worker.facts()
+        rows[name] = {"name": name} | known
+        if arm is not None and "unavailable" not in known:
+            steps[name] = arm
+    return steps, rows
+
+
+def facts(name: str, case: Case) -> tuple[Arm | None, dict[str, Any]]:
+    """An arm, and its kept bytes and multiply-adds; None, and why the model does not allow it."""
     with case.settings.in_memory(name):
         try:
             arm = Arm(name, case)
-            return arm, {"name": name, "kept_bytes": arm.kept_bytes(), "macs": arm.macs()}
+            return arm, {"kept_bytes": arm.kept_bytes(), "macs": arm.macs()}
         except GradFilterError as error:
-            return None, {"name": name, "unavailable": str(error)}
+            return None, {"unavailable": str(error)}
 
 
-def _times(settings: Settings, arms: dict[str, Arm], tell: Tell) -> dict[str, list[Times]]:
-    def take(arm: Arm) -> Times:
-        with settings.in_memory(arm.name):
-            return arm()
+def _times(settings: Settings, steps: dict[str, Step], tell: Tell) -> dict[str, list[Times]]:
+    def take(name: str) -> Times:
+        with settings.in_memory(name):
+            return steps[name]()
 
-    calls = {name: partial(take, arm) for name, arm in arms.items()}
-    title, steps = f"steps of {settings.model}", settings.rounds + WARMUP
-    return in_turn(calls, settings.rounds, WARMUP, tell=lambda number: tell(title, number, steps))
+    calls = {name: partial(take, name) for name in steps}
+    title, total = f"steps of {settings.model}", settings.rounds + WARMUP
+    return in_turn(calls, settings.rounds, WARMUP, tell=lambda number: tell(title, number, total))
 
 
 def _summary(times: dict[str, list[Times]], name: str) -> dict[str, Any]:

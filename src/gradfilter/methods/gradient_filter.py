@@ -13,9 +13,10 @@ from torch import Tensor
 from ..coarse import CoarseGradient, densify, onto
 from ..errors import PlanError
 from ..geometry import ConvGeometry
-from ..grid import per_axis, pool
+from ..grid import per_axis
 from ..ops.coarse_conv import coarse_backward, coarse_macs
 from ..ops.exact_conv import Gradients, Want, exact_backward
+from ..ops.means import patch_means
 from .base import Method
 
 __all__ = ["GradientFilter"]
@@ -77,7 +78,7 @@ class GradientFilter(Method):
 
     def keep(self, x: Tensor, geometry: ConvGeometry) -> tuple[Tensor, ...]:
         sides = self._sides(geometry)
-        return (x if prod(sides) == 1 else pool(x, geometry.input_grid(sides)),)
+        return (x if prod(sides) == 1 else patch_means(x, geometry.input_grid(sides)),)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want

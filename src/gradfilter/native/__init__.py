@@ -18,12 +18,23 @@ from torch import Tensor
 
 from .build import LIBRARY
 
-__all__ = ["Links", "depthwise", "fits", "is_channels_last", "open_pixels", "through_gate"]
+__all__ = [
+    "Links",
+    "depthwise",
+    "fits",
+    "is_channels_last",
+    "max_pool",
+    "open_in_both",
+    "open_pixels_and_means",
+    "through_gate",
+]
 
 _SUFFIX = {torch.float32: "float", torch.float64: "double"}
 _P, _L, _D, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_int
 _ARGUMENTS = {
     "gf_patches": [_P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _D, _I],
+    "gf_both": [_P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _D, _D, _D, _I],
+    "gf_max_pool": [_P, _P, _P, _L, _L, _P, _P, _D, _D, _I],
     "gf_gate": [_P, _P, _P, _P, _P, _L, _L, _L, _D, _I],
     "gf_depthwise": [_P, _P, _P, _P, _P, _P, _P, _L, _L, _P, _P, _P, _P, _I],
 }
@@ -77,17 +88,53 @@ def is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def open_pixels(
+def open_pixels_and_means(
     y: Tensor, sides: Sequence[int], coarse_shape: Sequence[int], bounds: tuple[float, float]
-) -> Tensor:
-    """In how many pixels of each patch y lies between the bounds; fewer than 256 pixels per patch."""
-    count = _empty(coarse_shape, torch.uint8)
+) -> tuple[Tensor, Tensor]:
+    """Of each patch: in how many pixels, of fewer than 256, y lies between the bounds; and the mean of y."""
+    count, means = _empty(coarse_shape, torch.uint8), _empty(coarse_shape, y.dtype)
     n, channels, height, width = y.shape
     _functions()["gf_patches", y.dtype](
-        y.data_ptr(), None, count.data_ptr(), n, height, width, channels, *sides, *bounds,
+        y.data_ptr(), means.data_ptr(), count.data_ptr(), n, height, width, channels, *sides, *bounds,
         torch.get_num_threads(),
     )  # fmt: skip
+    return count, means
+
+
+def open_in_both(
+    y: Tensor,
+    bounds: tuple[float, float],
+    term: Tensor,
+    term_bounds: tuple[float, float],
+    sides: Sequence[int],
+    coarse_shape: Sequence[int],
+) -> Tensor:
+    """In how many pixels of each patch y and ``term`` both lie between their bounds."""
+    count = _empty(coarse_shape, torch.uint8)
+    n, channels, height, width = y.shape
+    _functions()["gf_both", y.dtype](
+        y.data_ptr(), term.data_ptr(), count.data_ptr(), n, height, width, channels,
+        *sides, *bounds, *term_bounds, torch.get_num_threads(),
+    )  # fmt: skip
     return count
+
+
+def max_pool(
+    x: Tensor, axes: Tensor, shape: Sequence[int], coarse_shape: Sequence[int], bounds: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Max pooling to ``shape``, and by neighbour and output patch how many maxima lie between the bounds.
+
+    axes: int64, a row per axis as kernels.cpp's PoolAxis has it.
+    """
+    n, channels, height, width = coarse_shape
+    y = _empty(shape, x.dtype)
+    neighbours = int(axes[0, -1] * axes[1, -1])
+    counts = torch.empty(neighbours, n, height, width, channels, dtype=torch.uint8)
+    _functions()["gf_max_pool", x.dtype](
+        x.data_ptr(), y.data_ptr(), counts.data_ptr(), n, channels,
+        axes[0].data_ptr(), axes[1].data_ptr(), *bounds, torch.get_num_threads(),
+    )  # fmt: skip
+    return y, counts.permute(0, 1, 4, 2, 3)
 
 
 def through_gate(

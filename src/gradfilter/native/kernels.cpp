@@ -68,8 +68,8 @@ namespace {
 template <class T>
 struct Patches : Job {
   const T *y;
-  T *means;       // or null
-  uint8_t *open;  // or null
+  T *means;
+  uint8_t *open;
   long batch, height, width, channels, side_h, side_w;
   T low, high;
 };
@@ -83,11 +83,9 @@ template <class T>
 INLINE void pool_two_by_two(const Patches<T> &job, const T *a, const T *b, T *means, uint8_t *open) {
   const long channels = job.channels;
   const T low = job.low, high = job.high;
-  if (means)
-    for (long c = 0; c < channels; c++)
-      means[c] = ((a[c] + a[channels + c]) + (b[c] + b[channels + c])) * T(0.25);
-  if (open)
-    for (long c = 0; c < channels; c++)
+  for (long c = 0; c < channels; c++)
+    means[c] = ((a[c] + a[channels + c]) + (b[c] + b[channels + c])) * T(0.25);
+  for (long c = 0; c < channels; c++)
       open[c] = uint8_t(is_open(a[c], low, high) + is_open(a[channels + c], low, high) + is_open(b[c], low, high) +
                         is_open(b[channels + c], low, high));
 }
@@ -96,20 +94,16 @@ template <class T>
 INLINE void pool_any(const Patches<T> &job, const T *first, long rows, long columns, T *means, uint8_t *open) {
   const long channels = job.channels, line = job.width * channels;
   const T low = job.low, high = job.high;
-  if (means) std::fill(means, means + channels, T(0));
-  if (open) std::fill(open, open + channels, uint8_t(0));
+  std::fill(means, means + channels, T(0));
+  std::fill(open, open + channels, uint8_t(0));
   for (long i = 0; i < rows; i++)
     for (long j = 0; j < columns; j++) {
       const T *y = first + i * line + j * channels;
-      if (means)
-        for (long c = 0; c < channels; c++) means[c] += y[c];
-      if (open)
-        for (long c = 0; c < channels; c++) open[c] += uint8_t(is_open(y[c], low, high));
+      for (long c = 0; c < channels; c++) means[c] += y[c];
+      for (long c = 0; c < channels; c++) open[c] += uint8_t(is_open(y[c], low, high));
     }
-  if (means) {
-    const T share = T(1) / T(rows * columns);
-    for (long c = 0; c < channels; c++) means[c] *= share;
-  }
+  const T share = T(1) / T(rows * columns);
+  for (long c = 0; c < channels; c++) means[c] *= share;
 }
 
 template <class T>
@@ -125,8 +119,8 @@ INLINE void pool_share(void *given) {
     for (long j = 0; j < patches_w; j++) {
       const long left = j * job.side_w, columns = std::min(job.side_w, job.width - left);
       const long patch = (item * patches_w + j) * job.channels;
-      T *means = job.means ? job.means + patch : nullptr;
-      uint8_t *open = job.open ? job.open + patch : nullptr;
+      T *means = job.means + patch;
+      uint8_t *open = job.open + patch;
       const T *first = line + left * job.channels;
       if (rows == 2 && columns == 2)
         pool_two_by_two(job, first, first + job.width * job.channels, means, open);
@@ -148,6 +142,148 @@ EACH_PROCESSOR void pool_double(void *job) { pool_share<double>(job); }
   }
 PATCHES(gf_patches_float, float, pool_float)
 PATCHES(gf_patches_double, double, pool_double)
+
+// ------------------------------------------------------------------------------------------------- two gates in a row
+// In how many pixels of each patch both y and `term` are inside their bounds.
+
+namespace {
+template <class T>
+struct Both : Job {
+  const T *y, *term;
+  uint8_t *open;
+  long batch, height, width, channels, side_h, side_w;
+  T low, high, term_low, term_high;
+};
+
+template <class T>
+INLINE void both_share(void *given) {
+  const Both<T> &job = *static_cast<Both<T> *>(given);
+  const long channels = job.channels;
+  const T low = job.low, high = job.high, term_low = job.term_low, term_high = job.term_high;
+  const long patches_h = (job.height + job.side_h - 1) / job.side_h;
+  const long patches_w = (job.width + job.side_w - 1) / job.side_w;
+  const Share mine = my_share(job, job.batch * patches_h);
+  for (long item = mine.begin; item < mine.end; item++) {
+    const long top = item % patches_h * job.side_h, bottom = std::min(top + job.side_h, job.height);
+    for (long j = 0; j < patches_w; j++) {
+      const long left = j * job.side_w, right = std::min(left + job.side_w, job.width);
+      uint8_t *open = job.open + (item * patches_w + j) * channels;
+      std::fill(open, open + channels, uint8_t(0));
+      for (long h = top; h < bottom; h++)
+        for (long w = left; w < right; w++) {
+          const long at = ((item / patches_h * job.height + h) * job.width + w) * channels;
+          const T *y = job.y + at, *term = job.term + at;
+          for (long c = 0; c < channels; c++)
+            open[c] += uint8_t(is_open(y[c], low, high) & is_open(term[c], term_low, term_high));
+        }
+    }
+  }
+}
+
+EACH_PROCESSOR void both_float(void *job) { both_share<float>(job); }
+EACH_PROCESSOR void both_double(void *job) { both_share<double>(job); }
+}  // namespace
+
+#define BOTH(NAME, T, BODY)                                                                                        \
+  EXPORT void NAME(const T *y, const T *term, uint8_t *open, long batch, long height, long width, long channels,   \
+                   long side_h, long side_w, double low, double high, double term_low, double term_high,           \
+                   int threads) {                                                                                  \
+    Both<T> job{{},     y,      term,   open,    batch,       height,      width, channels,                        \
+                side_h, side_w, T(low), T(high), T(term_low), T(term_high)};                                       \
+    run(BODY, job, batch *height *width *channels, threads);                                                       \
+  }
+BOTH(gf_both_float, float, both_float)
+BOTH(gf_both_double, double, both_double)
+
+// ------------------------------------------------------------------------------------------------- max pooling
+// The maximum of every window, and for each patch of the output and each input patch near it: how many maxima lie
+// there. Behind a gate only maxima inside its bounds count. The first of equal pixels is the maximum, as in torch.
+
+namespace {
+struct PoolAxis {
+  long size, outputs, kernel, stride, padding, dilation;
+  long side_in, side_out, first, reach;  // patches; neighbours of output patch p: p * stride + first, `reach` many
+};
+
+template <class T>
+struct MaxPool : Job {
+  const T *x;
+  T *y;
+  uint8_t *counts;  // (neighbours, batch, patches, channels)
+  long batch, channels;
+  PoolAxis h, w;
+  T low, high;
+};
+
+template <class T>
+INLINE void pool_pixel(const MaxPool<T> &job, const T *map, long i, long j, long start, long width, T *best, T *where) {
+  bool any = false;
+  const long patch_h = i / job.h.side_out * job.h.stride + job.h.first;
+  const long patch_w = j / job.w.side_out * job.w.stride + job.w.first;
+  for (long a = 0; a < job.h.kernel; a++) {
+    const long row = i * job.h.stride - job.h.padding + a * job.h.dilation;
+    if (row < 0 || row >= job.h.size) continue;
+    for (long b = 0; b < job.w.kernel; b++) {
+      const long column = j * job.w.stride - job.w.padding + b * job.w.dilation;
+      if (column < 0 || column >= job.w.size) continue;
+      const T *x = map + (row * job.w.size + column) * job.channels + start;
+      const T here = T((row / job.h.side_in - patch_h) * job.w.reach + column / job.w.side_in - patch_w);
+      if (!any) {
+        for (long c = 0; c < width; c++) best[c] = x[c], where[c] = here;
+        any = true;
+        continue;
+      }
+      for (long c = 0; c < width; c++) {
+        const bool larger = (x[c] > best[c]) | (x[c] != x[c]);
+        best[c] = larger ? x[c] : best[c];
+        where[c] = larger ? here : where[c];
+      }
+    }
+  }
+}
+
+template <class T>
+INLINE void max_pool_share(void *given) {
+  const MaxPool<T> &job = *static_cast<MaxPool<T> *>(given);
+  constexpr long WIDE = 64;
+  const long patches_h = (job.h.outputs + job.h.side_out - 1) / job.h.side_out;
+  const long patches_w = (job.w.outputs + job.w.side_out - 1) / job.w.side_out;
+  const long neighbours = job.h.reach * job.w.reach, plane = job.batch * patches_h * patches_w * job.channels;
+  const Share mine = my_share(job, job.batch * patches_h);
+  for (long item = mine.begin; item < mine.end; item++) {
+    const long n = item / patches_h, top = item % patches_h * job.h.side_out;
+    const T *map = job.x + n * job.h.size * job.w.size * job.channels;
+    for (long k = 0; k < neighbours; k++)
+      std::fill_n(job.counts + k * plane + item * patches_w * job.channels, patches_w * job.channels, uint8_t(0));
+    for (long i = top; i < std::min(top + job.h.side_out, job.h.outputs); i++)
+      for (long j = 0; j < job.w.outputs; j++)
+        for (long start = 0; start < job.channels; start += WIDE) {
+          const long width = std::min(WIDE, job.channels - start);
+          T best[WIDE], where[WIDE];
+          pool_pixel(job, map, i, j, start, width, best, where);
+          std::copy_n(best, width, job.y + ((n * job.h.outputs + i) * job.w.outputs + j) * job.channels + start);
+          uint8_t *counts = job.counts + (item * patches_w + j / job.w.side_out) * job.channels + start;
+          for (long k = 0; k < neighbours; k++)
+            for (long c = 0; c < width; c++)
+              counts[k * plane + c] += uint8_t((where[c] == T(k)) & is_open(best[c], job.low, job.high));
+        }
+  }
+}
+
+EACH_PROCESSOR void max_pool_float(void *job) { max_pool_share<float>(job); }
+EACH_PROCESSOR void max_pool_double(void *job) { max_pool_share<double>(job); }
+}  // namespace
+
+#define MAX_POOL(NAME, T, BODY)                                                                                    \
+  EXPORT void NAME(const T *x, T *y, uint8_t *counts, long batch, long channels, const int64_t *h,                 \
+                   const int64_t *w, double low, double high, int threads) {                                       \
+    PoolAxis axis_h{h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7], h[8], h[9]};                                   \
+    PoolAxis axis_w{w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9]};                                   \
+    MaxPool<T> job{{}, x, y, counts, batch, channels, axis_h, axis_w, T(low), T(high)};                            \
+    run(BODY, job, batch *channels *axis_h.size *axis_w.size, threads);                                            \
+  }
+MAX_POOL(gf_max_pool_float, float, max_pool_float)
+MAX_POOL(gf_max_pool_double, double, max_pool_double)
 
 // ------------------------------------------------------------------------------------------------- back through a gate
 // gradient * (share of open pixels, shut ones passing `shut` of it) * scale of the norm before the gate.

@@ -20,7 +20,8 @@ from ..coarse import CoarseGradient, densify, onto
 from ..grid import Grid, per_pixel, pixels, pool
 from ..wanted import wanted_grid
 from .bits import pack, unpack
-from .join import gated_term
+from .join import Gated, gated_term
+from .means import remember_means
 from .refusal import first_derivative_only
 
 __all__ = ["Gate", "Slope", "SlopeKind", "activate", "prelu"]
@@ -57,11 +58,15 @@ class Gate(NamedTuple):
 
     def after(self, y: Tensor, grid: Grid) -> Tensor:
         if _is_native(y, grid):
-            return native.open_pixels(y, grid.patches[2:], grid.coarse_shape, self._bounds(y.dtype))
+            count, means = native.open_pixels_and_means(
+                y, grid.patches[2:], grid.coarse_shape, self.bounds(y.dtype)
+            )
+            remember_means(y, grid, means)  # the layer that reads y keeps them
+            return count
         openness = self.openness(y)
         return pack(openness != 0) if grid.is_dense else count_open(openness, grid)
 
-    def _bounds(self, dtype: torch.dtype) -> tuple[float, float]:
+    def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """The outputs at and beyond which the gate is shut; NaN where there is none."""
         if self.high == float("inf"):
             return self.low, float("nan")
@@ -140,7 +145,7 @@ class _Activation(torch.autograd.Function):
         kind: SlopeKind,
         inplace: bool,
         grid: Grid,
-        term: tuple[Tensor, Tensor] | None,
+        term: Gated | None,
     ) -> Tensor:
         kept = kind.before(x, grid)
         y = function(x)
@@ -149,9 +154,9 @@ class _Activation(torch.autograd.Function):
         kept = kind.after(y, grid) if kept is None else kept
         joint: tuple[Tensor, ...] = ()
         if isinstance(kind, Gate) and kind.shuts(grid):
-            ctx.gate, ctx.open_count = kind.openness, kept
+            ctx.gate, ctx.open_count = kind, kept
             if term is not None:
-                joint = (count_open(kind.openness(y).mul_(term[0]), grid), term[1])
+                joint = (_open_in_both(y, kind, term, grid), term.open_count)
         ctx.save_for_backward(kept, *joint)
         ctx.kind, ctx.grid, ctx.wanted = kind, grid, grid.patches
         return y
@@ -170,6 +175,15 @@ class _Activation(torch.autograd.Function):
             gated = arrived * (both / term_count.clamp_(min=1))
         values = ctx.kind.times(arrived, kept, ctx.grid)
         return CoarseGradient(values, ctx.grid, gated), None, None, None, None, None
+
+
+def _open_in_both(y: Tensor, gate: Gate, term: Gated, grid: Grid) -> Tensor:
+    """In how many pixels of each patch y and the gated term are both open."""
+    if _is_native(y, grid) and native.fits(y, term.tensor):
+        bounds = gate.bounds(y.dtype), term.gate.bounds(y.dtype)
+        sides, shape = grid.patches[2:], grid.coarse_shape
+        return native.open_in_both(y, bounds[0], term.tensor, bounds[1], sides, shape)
+    return count_open(gate.openness(y).mul_(term.gate.openness(term.tensor)), grid)
 
 
 def count_open(openness: Tensor, grid: Grid) -> Tensor:

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 
 from .activation import Gate, Slope, SlopeKind
 
-__all__ = ["HARDSWISH", "NONE", "RELU", "SILU", "Activation", "FusedConv", "activation_of", "bounded", "leaky"]
+__all__ = [
+    "HARDSWISH",
+    "NONE",
+    "RELU",
+    "SILU",
+    "Activation",
+    "FusedConv",
+    "activation_of",
+    "bounded",
+    "leaky",
+]
 
 aten = torch.ops.aten
 
@@ -48,7 +58,9 @@ def leaky(slope: float) -> Activation | None:
 
 RELU = Activation("relu", (), torch.relu_, Gate())
 SILU = Activation("swish", (), lambda x: F.silu(x, inplace=True), Slope(aten.silu_backward))
-HARDSWISH = Activation("hardswish", (), lambda x: F.hardswish(x, inplace=True), Slope(aten.hardswish_backward))
+HARDSWISH = Activation(
+    "hardswish", (), lambda x: F.hardswish(x, inplace=True), Slope(aten.hardswish_backward)
+)
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -122,7 +134,9 @@ class FusedConv:
         if other is None:
             made = ops._convolution_pointwise(x, weight, bias, *self.settings, name, numbers, "")
             return made
-        unary = ("relu", [], "") if name == "relu" else (None, [], None)  # the only one it can run behind a sum
+        unary = (
+            ("relu", [], "") if name == "relu" else (None, [], None)
+        )  # the only one it can run behind a sum
         settings = (weight, bias, *self.settings, "add", 1.0, *unary)
         if overwrite:
             made = ops._convolution_pointwise_.binary(other, x, *settings)

@@ -8,8 +8,7 @@ the share of b's open pixels where z is open too, instead of the share of all pi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,26 +18,30 @@ from ..grid import Grid
 from ..wanted import wanted_grid
 from .refusal import first_derivative_only
 
+if TYPE_CHECKING:
+    from .activation import Gate
+
 __all__ = ["Gated", "add", "gated", "gated_term"]
 
 
 class Gated(NamedTuple):
-    """A tensor that came out of a gate: 1 for its open pixels, 0 for others; how many are open by patch."""
+    """A tensor that came out of a gate, and how many of its pixels are open by patch."""
 
-    openness: Callable[[Tensor], Tensor]
+    tensor: Tensor
+    gate: Gate
     open_count: Tensor
 
 
 def gated(x: Tensor, grid: Grid) -> Gated | None:
     """What is known of x if it came out of a gate (which lets nothing pass when shut) on this grid."""
     node: Any = x.grad_fn
-    openness = getattr(node, "gate", None)
-    if openness is None or Grid.of(tuple(x.shape), node.wanted).patches != grid.patches:
+    gate = getattr(node, "gate", None)
+    if gate is None or Grid.of(tuple(x.shape), node.wanted).patches != grid.patches:
         return None
     count: Tensor = node.open_count  # not one of its saved_tensors: a checkpoint would compute those again
     if count.dim() > x.dim():  # max pooling counts by neighbour
-        count = count.sum(0, dtype=count.dtype)
-    return Gated(openness, count)
+        count = gate.after(x.detach(), grid)
+    return Gated(x, gate, count)
 
 
 def add(a: Tensor, b: Tensor, inplace: bool) -> Tensor | None:
@@ -56,18 +59,12 @@ def add(a: Tensor, b: Tensor, inplace: bool) -> Tensor | None:
     return result
 
 
-def gated_term(z: Tensor, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    """If z is the sum of a join: which pixels of its gated term are open, and how many of each patch."""
+def gated_term(z: Tensor, grid: Grid) -> Gated | None:
+    """The gated term of z, if z is the sum of a join."""
     node: Any = z.grad_fn
     reference = getattr(node, "gated", None)
     term = reference() if reference is not None else None
-    if term is None or term._version != node.version:
-        return None
-    known = gated(term, grid)
-    if known is None:
-        return None
-    with torch.no_grad():
-        return known.openness(term), known.open_count
+    return None if term is None or term._version != node.version else gated(term, grid)
 
 
 class _Join(torch.autograd.Function):

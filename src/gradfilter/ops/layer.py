@@ -89,7 +89,7 @@ class _Layer(torch.autograd.Function):
                 y = followers.run_activation(y)
             slope = followers.slope.after(y, ctx.grid) if slope is None else slope
         if isinstance(followers.slope, Gate) and followers.slope.shuts(ctx.grid):
-            ctx.gate, ctx.open_count = followers.slope.openness, slope
+            ctx.gate, ctx.open_count = followers.slope, slope
         ctx.save_for_backward(weight, slope, *kept)
         ctx.call, ctx.coarse_input, ctx.ends_at = call, coarse_input, ends_at
         ctx.dtypes = (x.dtype, weight.dtype)

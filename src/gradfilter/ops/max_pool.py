@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import native
 from ..coarse import CoarseGradient, onto
 from ..grid import Grid, pixels, pool
 from ..wanted import wanted_grid
@@ -88,19 +89,12 @@ class _CountedMax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, window: PoolWindow, grid: Grid, gate: Gated | None) -> Tensor:
-        y: Tensor
-        y, index = window.run(x, True)
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # the meta device has no autocast
-            y = window.run(x, False)  # autocast knows the two forms apart, and may cast only this one
+        y, counts = _maxima(x, window, grid, gate)
         ctx.wanted = grid.patches
         ctx.out_grid, ctx.grid, ctx.window = Grid.of(tuple(y.shape), grid.patches), grid, window
-        ctx.first, ctx.reach = _neighbours(window, grid, ctx.out_grid)
-        neighbour = _neighbour_of_maximum(index, x.shape, ctx.out_grid, grid, window, ctx.first, ctx.reach)
+        ctx.first, ctx.reach = _neighbours(window, grid)
         if gate is not None:
-            neighbour.masked_fill_(gate.openness(y) == 0, -1)
-        counts = _count_each(neighbour, prod(ctx.reach), ctx.out_grid)
-        if gate is not None:
-            ctx.gate, ctx.open_count = gate.openness, counts
+            ctx.gate, ctx.open_count = gate.gate, counts
         ctx.save_for_backward(counts, None if gate is None else gate.open_count)
         return y
 
@@ -129,7 +123,35 @@ class _CountedMax(torch.autograd.Function):
         return CoarseGradient(sums / share, ctx.grid), None, None, None
 
 
-def _neighbours(window: PoolWindow, grid: Grid, out_grid: Grid) -> tuple[list[int], list[int]]:
+def _maxima(x: Tensor, window: PoolWindow, grid: Grid, gate: Gated | None) -> tuple[Tensor, Tensor]:
+    """The pooled map, and by neighbour and output patch how many maxima lie there, in open pixels if gated."""
+    if native.fits(x) and x.numel() > 0 and prod(grid.patches) < 256:
+        shape = tuple(window.run(x[:1, :1].to("meta"), False).shape)
+        out_grid = Grid.of((*x.shape[:2], *shape[2:]), grid.patches)
+        bounds = (float("nan"), float("nan")) if gate is None else gate.gate.bounds(x.dtype)
+        return native.max_pool(
+            x, _axes(window, grid, out_grid), out_grid.shape, out_grid.coarse_shape, bounds
+        )
+    y, index = window.run(x, True)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # the meta device has no autocast
+        y = window.run(x, False)  # autocast knows the two forms apart, and may cast only this one
+    out_grid = Grid.of(tuple(y.shape), grid.patches)
+    first, reach = _neighbours(window, grid)
+    neighbour = _neighbour_of_maximum(index, x.shape, out_grid, grid, window, first, reach)
+    if gate is not None:
+        neighbour.masked_fill_(gate.gate.openness(y) == 0, -1)
+    return y, _count_each(neighbour, prod(reach), out_grid)
+
+
+def _axes(window: PoolWindow, grid: Grid, out_grid: Grid) -> Tensor:
+    """One row per axis, as native.max_pool reads it."""
+    settings = (window.kernel, window.stride, window.padding, window.dilation)
+    sides = (grid.patches[2:], out_grid.patches[2:])
+    columns = (grid.shape[2:], out_grid.shape[2:], *settings, *sides, *_neighbours(window, grid))
+    return torch.tensor(columns).t().contiguous()
+
+
+def _neighbours(window: PoolWindow, grid: Grid) -> tuple[list[int], list[int]]:
     """Per axis: index of the first input patch that output patch 0 may read, and how many it may read."""
     first, reach = [], []
     settings = zip(window.kernel, window.stride, window.padding, window.dilation, strict=True)

@@ -1,0 +1,29 @@
+"""Keep freed memory for the next step, instead of giving it back to the system and asking for it again."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from functools import cache
+
+__all__ = ["keep_freed_memory"]
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # the numbers that glibc's malloc.h gives to them
+AT_LEAST = {TRIM_THRESHOLD: 2**31 - 1, MMAP_THRESHOLD: 2**30}
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Tell the C library so, for the whole process; returns whether it could be told.
+
+    Every step of a training frees and asks for the same large maps. glibc returns them to the system each time, and
+    the system clears each page again: on small machines that takes as long as a convolution. The process stays as
+    large as it once was. Whoever has set malloc's variables in the environment is left alone.
+    """
+    if platform.libc_ver()[0] != "glibc" or any(
+        n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ
+    ):
+        return False
+    library = ctypes.CDLL(None)
+    return all([library.mallopt(name, value) for name, value in AT_LEAST.items()])

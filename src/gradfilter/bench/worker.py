@@ -1,0 +1,115 @@
+"""One arm in a process of its own, as a user would run it: what other arms leave in memory does not reach it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GradFilterError
+
+if TYPE_CHECKING:
+    from .step import Settings, Times
+
+__all__ = ["Worker"]
+
+KILLED = -9  # by the system, as it does when memory runs out
+
+
+class Worker:
+    """A process that has an arm ready and takes a step when asked. Use it in a ``with`` block."""
+
+    def __init__(self, settings: Settings, arm: str, surroundings: Mapping[str, str] | None = None) -> None:
+        self.settings, self.arm = settings, arm
+        command = [sys.executable, "-m", "gradfilter.bench.worker", arm, json.dumps(asdict(settings))]
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
+        self._process = subprocess.Popen(  # noqa: S603  ourselves
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **path, **(surroundings or {})},
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Kept bytes and multiply-adds of the arm, or why the model does not allow it."""
+        found: dict[str, Any] = self._ask("facts")
+        return found
+
+    def step(self) -> Times:
+        """Take one step."""
+        from .step import Times
+
+        return Times(*self._ask("step"))
+
+    def peak(self) -> int:
+        """Peak bytes of a few steps; see memory.py."""
+        return int(self._ask("peak"))
+
+    def _ask(self, what: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(what, file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._failure() from None
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise self._failure()
+        return json.loads(answer)
+
+    def _failure(self) -> GradFilterError:
+        if self._process.wait() == KILLED:
+            return self.settings.too_large(self.arm)
+        self._errors.seek(0)
+        told = self._errors.read().strip().splitlines() or [f"exit code {self._process.returncode}"]
+        return GradFilterError(told[-1])
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+
+def _main(name: str, settings: str) -> int:
+    """The process: answers on stdout, one line per line of stdin."""
+    from .memory import peak_above
+    from .step import Arm, Case, Settings, facts
+
+    asked = Settings(**json.loads(settings))
+    arm: Arm | None = None
+    try:
+        for line in sys.stdin:
+            with asked.in_memory(name):
+                if line == "facts\n":
+                    arm, answer = facts(name, Case(asked))
+                else:
+                    arm = arm or Arm(name, Case(asked))
+                    step = arm
+                    answer = (
+                        step()
+                        if line == "step\n"
+                        else peak_above(lambda: step(keep_gradients=True), step.held_bytes)
+                    )
+            print(json.dumps(answer), flush=True)
+    except GradFilterError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

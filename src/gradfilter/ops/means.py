@@ -1,0 +1,45 @@
+"""Patch means of a map, worked out once: by the sweep that counts a gate's open pixels, or by the first layer to ask.
+
+They are remembered on the tensor itself, so layers that read the same map also share what they keep of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..grid import Grid, pool
+
+__all__ = ["patch_means", "remember_means"]
+
+
+def patch_means(x: Tensor, grid: Grid) -> Tensor:
+    """The mean of ``x`` over each patch; on a grid that was asked for before, the very same tensor."""
+    known = _known(x)
+    if grid.patches not in known:
+        remember_means(x, grid, _from_finer(known, grid, x))
+        known = _known(x)
+    return known[grid.patches]
+
+
+def remember_means(x: Tensor, grid: Grid, means: Tensor) -> None:
+    """For whoever asks next, as long as ``x`` stays as it is."""
+    known = _known(x)
+    known[grid.patches] = means
+    x.gradfilter_means = (x._version, known)  # type: ignore[attr-defined]
+
+
+def _from_finer(known: dict[tuple[int, ...], Tensor], grid: Grid, x: Tensor) -> Tensor:
+    """Means of means where patches of another grid fill ours evenly."""
+    for patches, means in known.items():
+        nests = all(p % q == 0 for p, q in zip(grid.patches, patches, strict=True))
+        if nests and Grid.of(grid.shape, patches).is_even:
+            steps = tuple(p // q for p, q in zip(grid.patches, patches, strict=True))
+            return pool(means, Grid.of(tuple(means.shape), steps))
+    return pool(x, grid)
+
+
+def _known(x: Any) -> dict[tuple[int, ...], Tensor]:
+    version, known = getattr(x, "gradfilter_means", (None, {}))
+    return known if version == x._version else {}
