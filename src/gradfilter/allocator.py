@@ -17,13 +17,14 @@ AT_LEAST = {TRIM_THRESHOLD: 2**31 - 1, MMAP_THRESHOLD: 2**30}
 def keep_freed_memory() -> bool:
     """Tell the C library so, for the whole process; returns whether it could be told.
 
-    Every step of a training frees and asks for the same large maps. glibc returns them to the system each time, and
-    the system clears each page again: on small machines that takes as long as a convolution. The process stays as
-    large as it once was. Whoever has set malloc's variables in the environment is left alone.
+    Every step of a training frees large maps and asks for the same again. glibc returns them to the system
+    each time, and the system clears each page anew: on a small machine that takes as long as a convolution.
+    The process then stays as large as it once was. Whoever has set malloc's own variables is left alone.
     """
     if platform.libc_ver()[0] != "glibc" or any(
         n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ
     ):
         return False
     library = ctypes.CDLL(None)
-    return all([library.mallopt(name, value) for name, value in AT_LEAST.items()])
+    told = [library.mallopt(name, value) for name, value in AT_LEAST.items()]
+    return all(told)

@@ -1,6 +1,6 @@
 """Which nodes of a traced model run as one: convolution, fixed norm, residual sum, activation.
 
-Reads a torch.fx graph and makes a list of steps; a step is one node, or a chain of nodes that runs as a ``FusedConv``.
+Reads a torch.fx graph and makes a list of steps; a step is one node, or a chain that runs as a ``FusedConv``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .calls import conv_geometry
+from .geometry import ConvGeometry
 from .methods import Exact, Method
 from .ops.fused import HARDSWISH, NONE, RELU, SILU, Activation, FusedConv, activation_of, bounded
 from .ops.layer import Call, Followers, run_layer
@@ -33,7 +34,7 @@ FUNCTIONS: dict[Any, Activation] = {
 
 @dataclass
 class Step:
-    """One thing to do: ``run`` with the values of ``args`` and ``kwargs``; the result is the value of ``node``."""
+    """One thing to do: ``run`` with the values of ``args`` and ``kwargs`` makes the value of ``node``."""
 
     node: Node
     run: Callable[..., Any]
@@ -90,9 +91,8 @@ def make_steps(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list
 
 def _chain(conv: Node, modules: dict[str, Any], frozen: set[Node]) -> _Chain | None:
     """The chain that begins with this node, if it is a convolution that can be fused."""
-    if conv.op != "call_module" or not _is_plain_conv(modules[conv.target]):
-        return None
-    if conv not in frozen and not hasattr(modules[conv.target], "gradfilter_method"):
+    module = modules[str(conv.target)] if conv.op == "call_module" else None
+    if not _is_plain_conv(module) or not (conv in frozen or hasattr(module, "gradfilter_method")):
         return None
     norm = _only_reader(conv)
     if norm is not None and not _is_constant(norm, modules, frozen):
@@ -131,15 +131,15 @@ def _only_reader(node: Node) -> Node | None:
 
 
 def _sum_behind(last: Node, conv: Node, frozen: set[Node]) -> Node | None:
-    """The residual sum that reads the chain so far; oneDNN adds it on the way where nothing has a gradient."""
+    """The residual sum that reads the chain so far; oneDNN adds it on the way where nothing has gradients."""
     add = _only_reader(last)
     if add is None or add not in frozen or add.target not in ADD or add.kwargs:
         return None
-    both = (
-        len(add.args) == 2 and all(isinstance(a, Node) for a in add.args) and add.args[0] is not add.args[1]
-    )
+    terms = [term for term in add.args if isinstance(term, Node)]
+    x = conv.args[0]
     # The convolution now runs later, so its input must be nobody else's, who might write to it.
-    return add if both and len(conv.args) == 1 and len(conv.args[0].users) == 1 else None  # type: ignore[union-attr]
+    alone = isinstance(x, Node) and len(x.users) == 1
+    return add if alone and len(set(terms)) == len(add.args) == 2 else None
 
 
 def _activation(node: Node, modules: dict[str, Any]) -> Activation | None:
@@ -163,19 +163,9 @@ def _fused_step(chain: _Chain, modules: dict[str, Any], frozen: set[Node]) -> St
 
 
 def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor, overwrite: bool = False) -> Tensor:
-    conv: Any = fused.conv
-    shape = conv_geometry(
-        tuple(x.shape),
-        conv.out_channels,
-        conv.kernel_size,
-        conv.stride,
-        conv.padding,
-        conv.dilation,
-        conv.groups,
-    ).y_shape
-    if tuple(other.shape) == shape and other.dtype == x.dtype:
+    if x.dim() == 4 and tuple(other.shape) == _geometry(fused, x).y_shape and other.dtype == x.dtype:
         return fused.frozen(x, other, overwrite)
-    alone = FusedConv(conv, fused.norm)
+    alone = FusedConv(fused.conv, fused.norm)
     return fused.activation.run_(alone.frozen(x) + other)
 
 
@@ -184,15 +174,7 @@ def _trained(fused: FusedConv, x: Tensor) -> Tensor:
     conv: Any = fused.conv
     if x.dim() != 4 or not (x.requires_grad or conv.weight.requires_grad):
         return fused.frozen(x)
-    geometry = conv_geometry(
-        tuple(x.shape),
-        conv.out_channels,
-        conv.kernel_size,
-        conv.stride,
-        conv.padding,
-        conv.dilation,
-        conv.groups,
-    )
+    geometry = _geometry(fused, x)
     method: Method = conv.gradfilter_method
     method = Exact() if method.refuses(geometry) else method
     kind = fused.activation
@@ -201,28 +183,30 @@ def _trained(fused: FusedConv, x: Tensor) -> Tensor:
     return run_layer(x, conv.weight, conv.bias, Call(fused.trained, geometry, method, 1, followers))
 
 
+def _geometry(fused: FusedConv, x: Tensor) -> ConvGeometry:
+    conv: Any = fused.conv
+    settings = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    return conv_geometry(tuple(x.shape), conv.out_channels, conv.kernel_size, *settings)
+
+
 def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], frozen: set[Node]) -> Step:
+    target: Any = node.target
     if node.op == "call_module":
-        return Step(node, modules[node.target], node.args, node.kwargs)  # type: ignore[index]
+        return Step(node, modules[target], node.args, node.kwargs)
     if node.op == "get_attr":
-        return Step(node, partial(_attribute, modules[""], str(node.target)), (), {})
+        return Step(node, partial(_attribute, modules[""], target), (), {})
     if node.op == "call_method":
-        return Step(node, partial(_method, node.target), node.args, node.kwargs)
-    if node.target in ADD and node not in frozen and not node.kwargs and len(node.args) == 2:
+        return Step(node, partial(_method, target), node.args, node.kwargs)
+    if target in ADD and node not in frozen and not node.kwargs and len(node.args) == 2:
         for mine, other in (node.args, node.args[::-1]):
-            if (
-                isinstance(mine, Node)
-                and len(mine.users) == 1
-                and mine not in frozen
-                and _is_free(made.get(mine))
-            ):
+            if isinstance(mine, Node) and mine not in frozen and _is_free(made.get(mine)):
                 return Step(node, _add_to, (mine, other), {})
-    return Step(node, node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+    return Step(node, target, node.args, node.kwargs)
 
 
 def _is_free(step: Step | None) -> bool:
-    """Whether a step's result is needed by nobody's backward, so that it may be written to."""
-    return step is not None and step.fused is not None and step.fused.activation is NONE
+    """Whether nobody else reads a step's result, nor any backward, so that it may be written to."""
+    return bool(step and step.fused and step.fused.activation is NONE and len(step.node.users) == 1)
 
 
 def _add_to(mine: Any, other: Any) -> Any:
@@ -260,7 +244,7 @@ def _note_last_reads(steps: list[Step], graph: Graph, frozen: set[Node]) -> None
 
 
 def _overwrite_where_possible(steps: list[Step], made: dict[Node, Step], frozen: set[Node]) -> None:
-    """A sum may be put where its other term was, if a fused step made that afresh and nobody reads it again."""
+    """A sum may be put where its other term was, if a fused step made that and nobody reads it again."""
     for step in steps:
         if len(step.args) == 2 and step.fused is not None and step.args[1] in step.done:
             other = made.get(step.args[1])

@@ -1,7 +1,7 @@
-"""A faster way to run a model: traced once, its frozen prefix without a graph, convolutions fused with what follows.
+"""A faster way to run a model: traced once, convolutions fused with what follows, no graph where frozen.
 
-The model stays the owner of every number: parameters, state dict and modules are what they were. Results differ from
-the plain model's by rounding. What cannot be traced, or has hooks, runs as ever.
+The model stays the owner of every number: parameters, state dict and modules are what they were. Results
+differ from the plain model's by rounding. What cannot be traced, or has hooks, runs as ever.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ Values = dict[Node, Any]
 def accelerate_(model: Model) -> Model:
     """Run the model fused from now on, trained layers included; returns the model. ``restore_`` undoes it.
 
-    Batch norms with fixed statistics are folded into their convolutions, activations and residual sums run with them,
-    and what is frozen before the first trained layer builds no graph. Call it after ``apply_``; where a model cannot
-    be traced as a whole, the largest of its modules that can are. The process keeps memory that is freed (allocator.py).
+    Batch norms with fixed statistics are folded into their convolutions, activations and residual sums run
+    with them, and what is frozen before the first trained layer builds no graph. Where a model cannot be
+    traced as a whole, the largest of its modules that can are. From then on the process keeps freed memory
+    (allocator.py). Modules that are replaced later are not noticed: restore, change, accelerate again.
 
     >>> import gradfilter as gf
     >>> model = gf.apply_(gf.models.build("tiny"), gf.GradientFilter(patch=2), "last:2")
@@ -56,9 +57,11 @@ def _accelerate(module: nn.Module) -> bool:
     if not any(module.children()):
         return False
     if _why_untraceable(module):
-        return any([_accelerate(child) for child in module.children()])
+        done = [_accelerate(child) for child in module.children()]
+        return any(done)
     module.__dict__["gradfilter_program"] = Program()
-    module.__class__ = region_class(type(module), Accelerated)
+    base: Any = type(module)
+    module.__class__ = region_class(base, Accelerated)
     return True
 
 
@@ -85,8 +88,8 @@ class Accelerated(RegionModule):
 class Split(NamedTuple):
     """A model in two: ``tail(prefix(x))`` is ``model(x)``, and nothing in ``prefix`` trains.
 
-    prefix gives what the tail reads of it: one tensor or more, the batch first. frozen: every number prefix uses;
-    signature: what it does with them.
+    prefix gives what the tail reads of it: one tensor or more, the batch first. frozen: every number prefix
+    uses; signature: what it does with them.
     """
 
     prefix: Callable[[Tensor], tuple[Tensor, ...]]
@@ -104,18 +107,13 @@ def split(model: nn.Module) -> Split:
     >>> torch.allclose(parts.tail(parts.prefix(x)), model(x), atol=1e-5)
     True
     """
-    program = model.__dict__.get("gradfilter_program") or Program()
-    try:
-        with torch.enable_grad():
-            ready = program.ready(model, (torch.empty(0),), {})
-    except Exception as error:
-        raise GradFilterError(
-            f"{type(model).__name__} cannot be split, because it cannot be traced: {error}"
-        ) from error
+    program, name = model.__dict__.get("gradfilter_program") or Program(), type(model).__name__
+    if why := _why_untraceable(model):
+        raise GradFilterError(f"{name} cannot be split, because it cannot be traced: {why}")
+    with torch.enable_grad():
+        ready = program.ready(model, (torch.empty(0),), {})
     if ready is None:
-        raise GradFilterError(
-            f"{type(model).__name__} cannot be split while modules have hooks or autocast is on."
-        )
+        raise GradFilterError(f"{name} cannot be split while its modules have hooks, or autocast is on.")
     border = ready.border
     if not ready.prefix or any(node.op == "placeholder" for node in border):
         raise GradFilterError("There is no frozen prefix: the first layer of the model trains.")
@@ -127,9 +125,7 @@ def split(model: nn.Module) -> Split:
         ready.run_prefix(values)
         features = tuple(values[node] for node in border)
         if not all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in features):
-            raise GradFilterError(
-                "The model cannot be split: its trained part reads sizes of its frozen part."
-            )
+            raise GradFilterError(f"{name} cannot be split: its trained part reads sizes of its frozen part.")
         return features
 
     def tail(features: Sequence[Tensor]) -> Any:
@@ -174,16 +170,17 @@ class Ready:
         return map_arg(self.output.args[0], lambda node: values[node])
 
     def prefix_tensors(self) -> list[Tensor]:
-        owners = [self.modules[n.target] for n in self.frozen if n.op == "call_module"]
         loose = [step.run() for step in self.prefix if step.node.op == "get_attr"]
-        return [t for m in owners for t in (*m.parameters(), *m.buffers())] + loose
+        owned = [t for _, m in self._owners() if m for t in (*m.parameters(), *m.buffers())]
+        return owned + loose
 
     def signature(self) -> str:
-        lines = [
-            f"{n.format_node()} {self.modules[n.target] if n.op == 'call_module' else ''}"
-            for n in self.frozen
-        ]
+        lines = [f"{node.format_node()} {module}" for node, module in self._owners()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _owners(self) -> list[tuple[Node, Any]]:
+        """The frozen nodes, each with the module it calls, if any."""
+        return [(n, self.modules[str(n.target)] if n.op == "call_module" else None) for n in self.frozen]
 
 
 def _run(steps: list[Step], values: Values) -> None:

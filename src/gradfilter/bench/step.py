@@ -253,8 +253,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure every arm; an arm that the model does not allow has the reason instead of numbers.
 
-    Each arm has a process of its own and they take turns, unless all shall be in one: that needs less memory, but what
-    one arm leaves to the allocator then speeds up or slows down the others.
+    Each arm has a process of its own and they take turns, unless all shall be in one: that needs less memory,
+    but what one arm leaves to the allocator then speeds up or slows down the others.
     """
     for name in arms:
         if name not in ARMS:
@@ -297,14 +297,15 @@ def _prepare(
     rows: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(arms):
         tell("preparing", number + 1, len(arms))
+        step: Step | None
         if workers is None:
-            arm, known = facts(name, case)
+            step, known = facts(name, case)
         else:
             worker = workers.enter_context(Worker(case.settings, name))
-            arm, known = worker.step, worker.facts()
+            step, known = worker.step, worker.facts()
         rows[name] = {"name": name} | known
-        if arm is not None and "unavailable" not in known:
-            steps[name] = arm
+        if step is not None and "unavailable" not in known:
+            steps[name] = step
     return steps, rows
 
 
@@ -321,6 +322,7 @@ def facts(name: str, case: Case) -> tuple[Arm | None, dict[str, Any]]:
 def _times(settings: Settings, steps: dict[str, Step], tell: Tell) -> dict[str, list[Times]]:
     def take(name: str) -> Times:
         with settings.in_memory(name):
+            steps[name]()  # the caches are full of another arm; in a training they are not
             return steps[name]()
 
     calls = {name: partial(take, name) for name in steps}

@@ -1,4 +1,4 @@
-"""One arm in a process of its own, as a user would run it: what other arms leave in memory does not reach it."""
+"""One arm in a process of its own, as a user would run it: other arms leave nothing in its memory."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Worker:
         return int(self._ask("peak"))
 
     def _ask(self, what: str) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        questions: Any = self._process.stdin
+        answers: Any = self._process.stdout
         try:
-            print(what, file=self._process.stdin, flush=True)
+            print(what, file=questions, flush=True)
         except BrokenPipeError:
             raise self._failure() from None
-        answer = self._process.stdout.readline()
+        answer = answers.readline()
         if not answer:
             raise self._failure()
         return json.loads(answer)
@@ -86,29 +86,27 @@ class Worker:
 
 def _main(name: str, settings: str) -> int:
     """The process: answers on stdout, one line per line of stdin."""
-    from .memory import peak_above
-    from .step import Arm, Case, Settings, facts
+    from .step import Case, Settings, facts
 
     asked = Settings(**json.loads(settings))
-    arm: Arm | None = None
     try:
-        for line in sys.stdin:
-            with asked.in_memory(name):
-                if line == "facts\n":
-                    arm, answer = facts(name, Case(asked))
-                else:
-                    arm = arm or Arm(name, Case(asked))
-                    step = arm
-                    answer = (
-                        step()
-                        if line == "step\n"
-                        else peak_above(lambda: step(keep_gradients=True), step.held_bytes)
-                    )
-            print(json.dumps(answer), flush=True)
+        with asked.in_memory(name):
+            arm, known = facts(name, Case(asked))
+            for line in sys.stdin:
+                answer = known if line == "facts\n" else _answer(line.strip(), arm)
+                print(json.dumps(answer), flush=True)
     except GradFilterError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _answer(what: str, arm: Any) -> Any:
+    from .memory import peak_above
+
+    if what == "peak":
+        return peak_above(lambda: arm(keep_gradients=True), arm.held_bytes)
+    return arm()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Convolution, batch norm with fixed statistics, residual sum and activation in one call of oneDNN.
 
-The norm is folded into the weight. Where oneDNN does not serve (no float32, no CPU, other than two spatial axes) the
-same parts run one after the other, in place. Results differ from the separate modules by rounding.
+The norm is folded into the weight. Where oneDNN does not serve (not float32, not on a CPU) the same parts run
+one after the other, in place. Results differ from the separate modules by rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ __all__ = [
     "FusedConv",
     "activation_of",
     "bounded",
-    "leaky",
 ]
 
 aten = torch.ops.aten
@@ -50,7 +49,7 @@ def bounded(low: float, high: float) -> Activation:
     return Activation("hardtanh", (low, high), lambda x: F.hardtanh_(x, low, high), Gate(low, high))
 
 
-def leaky(slope: float) -> Activation | None:
+def _leaky(slope: float) -> Activation | None:
     if slope < 0:
         return None
     return Activation("leaky_relu", (slope,), lambda x: F.leaky_relu_(x, slope), Gate(shut=slope))
@@ -71,14 +70,14 @@ def activation_of(module: nn.Module) -> Activation | None:
     if kind in (nn.ReLU6, nn.Hardtanh):
         return bounded(module.min_val, module.max_val)  # type: ignore[arg-type]
     if kind is nn.LeakyReLU:
-        return leaky(module.negative_slope)  # type: ignore[arg-type]
+        return _leaky(module.negative_slope)  # type: ignore[arg-type]
     return {nn.SiLU: SILU, nn.Hardswish: HARDSWISH}.get(kind)
 
 
 class FusedConv:
-    """A convolution, the fixed norm behind it, and an activation; ``conv`` and ``norm`` stay the owners of all numbers.
+    """A convolution, the fixed norm behind it, and an activation; the modules stay the owners of all numbers.
 
-    Called with frozen weights it packs them once, and again when they have changed.
+    Frozen weights are packed once, and again when they have changed.
     """
 
     def __init__(self, conv: nn.Conv2d, norm: Any = None, activation: Activation = NONE) -> None:
@@ -89,7 +88,7 @@ class FusedConv:
         self.settings = (padding, conv.stride, conv.dilation, conv.groups)
 
     def frozen(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """The whole chain, plus ``other`` before the activation; ``overwrite`` allows to put the result there."""
+        """All of it, with ``other`` added before the activation; ``overwrite``: the result goes there."""
         state = _state(self.conv.weight, self.conv.bias, *self._norm_tensors())
         if self._folded is None or self._folded[0] != [x.dtype, *state]:
             weight, bias = self._fold(self.conv.weight.detach(), self.conv.bias)
@@ -111,7 +110,7 @@ class FusedConv:
             and x.dim() == 4
             and x.numel() > 0
             and torch.backends.mkldnn.is_available()
-            and torch.backends.mkldnn.enabled
+            and bool(torch.backends.mkldnn.enabled)
         )
 
     def _run(
@@ -134,7 +133,7 @@ class FusedConv:
         if other is None:
             made = ops._convolution_pointwise(x, weight, bias, *self.settings, name, numbers, "")
             return made
-        unary = (
+        unary: tuple[Any, ...] = (
             ("relu", [], "") if name == "relu" else (None, [], None)
         )  # the only one it can run behind a sum
         settings = (weight, bias, *self.settings, "add", 1.0, *unary)
@@ -177,5 +176,6 @@ def _state(*tensors: Tensor | None) -> list[Any]:
 
 def _packed(weight: Tensor, settings: tuple[Any, ...], x: Tensor) -> Tensor:
     """The weight in the layout that oneDNN wants for maps like x."""
-    packed: Tensor = torch._C._nn.mkldnn_reorder_conv2d_weight(weight.to_mkldnn(), *settings, list(x.shape))
+    reorder: Any = torch._C._nn.mkldnn_reorder_conv2d_weight
+    packed: Tensor = reorder(weight.to_mkldnn(), *settings, list(x.shape))
     return packed

@@ -28,8 +28,8 @@ __all__ = ["Call", "Followers", "run_layer"]
 class Followers:
     """What reads a layer's output and nothing else does: a batch norm with fixed statistics, an activation.
 
-    Run with the layer as one autograd node, they cost no node of their own. Where there is nothing to run, the
-    layer's own forward has done so.
+    Run with the layer as one autograd node, they cost no node of their own. What has nothing to run was run
+    by the layer's own forward.
     """
 
     norm: nn.Module | None

@@ -1,4 +1,4 @@
-"""Patch means of a map, worked out once: by the sweep that counts a gate's open pixels, or by the first layer to ask.
+"""Patch means of a map, worked out once: by the sweep that counts open pixels, or by the first layer to ask.
 
 They are remembered on the tensor itself, so layers that read the same map also share what they keep of it.
 """
