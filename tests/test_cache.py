@@ -160,10 +160,6 @@ class Residual(nn.Module):
         return self.head(F.relu(self.norm(self.conv(x)) + self.side(x)).mean((2, 3)))
 
 
-@pytest.mark.xfail(
-    reason="program.split counts the first trained convolution as frozen, and drops a value the tail reads",
-    strict=False,
-)
 @pytest.mark.parametrize(("name", "layers"), [("tiny", "last:2"), ("residual", "conv")])
 def test_cached_training_of_a_model_that_was_split(
     name: str, layers: str, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .methods import Method as Method
     from .plans import Plan as Plan
     from .program import accelerate_ as accelerate_
+    from .program import acceleration as acceleration
     from .program import split as split
     from .surgery import apply_ as apply_
     from .surgery import restore_ as restore_
@@ -38,6 +39,7 @@ _HOMES = {
     "Method": "methods",
     "Plan": "plans",
     "accelerate_": "program",
+    "acceleration": "program",
     "analyze": "analysis",
     "apply_": "surgery",
     "cost": "costs",
@@ -57,6 +59,7 @@ __all__ = [
     "Method",
     "Plan",
     "accelerate_",
+    "acceleration",
     "analyze",
     "apply_",
     "cost",

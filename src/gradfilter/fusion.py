@@ -20,10 +20,11 @@ from torch.fx.node import map_arg
 from .calls import conv_geometry
 from .geometry import ConvGeometry
 from .methods import Exact, Method
+from .modules import BATCH_NORMS, CONVOLUTIONS
 from .ops.fused import HARDSWISH, NONE, RELU, SILU, Activation, FusedConv, activation_of, bounded
 from .ops.layer import Call, Followers, run_layer
 
-__all__ = ["Step", "make_steps"]
+__all__ = ["Step", "describe", "make_steps"]
 
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 FUNCTIONS: dict[Any, Activation] = {
@@ -89,10 +90,35 @@ def make_steps(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list
     return steps
 
 
+def describe(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[list[str]]:
+    """Of every convolution: its name, what runs with it, and why no more does."""
+    made = []
+    for node in graph.nodes:
+        module = modules[str(node.target)] if node.op == "call_module" else None
+        if not isinstance(module, CONVOLUTIONS):
+            continue
+        chain = _chain(node, modules, frozen)
+        if chain is None:
+            made.append([str(node.target), "conv", _why_alone(module) or "trains without a method of gf.apply_"])
+            continue
+        parts = {"norm": chain.norm, "sum": chain.add, chain.kind.name: chain.activation}
+        how = " + ".join(["conv", *(name for name, part in parts.items() if part is not None)])
+        made.append([str(node.target), how, "" if chain.norm else _why_no_norm(node, modules)])
+    return made
+
+
+def _why_no_norm(conv: Node, modules: dict[str, Any]) -> str:
+    norm = _only_reader(conv)
+    module = modules[str(norm.target)] if norm is not None and norm.op == "call_module" else None
+    if not isinstance(module, BATCH_NORMS):
+        return ""
+    return "its norm uses batch statistics" if module.training else "its norm trains"
+
+
 def _chain(conv: Node, modules: dict[str, Any], frozen: set[Node]) -> _Chain | None:
     """The chain that begins with this node, if it is a convolution that can be fused."""
     module = modules[str(conv.target)] if conv.op == "call_module" else None
-    if not _is_plain_conv(module) or not (conv in frozen or hasattr(module, "gradfilter_method")):
+    if _why_alone(module) or not (conv in frozen or hasattr(module, "gradfilter_method")):
         return None
     norm = _only_reader(conv)
     if norm is not None and not _is_constant(norm, modules, frozen):
@@ -107,12 +133,14 @@ def _chain(conv: Node, modules: dict[str, Any], frozen: set[Node]) -> _Chain | N
     return _Chain(conv, norm, add, activation, kind)
 
 
-def _is_plain_conv(module: Any) -> bool:
-    return (
-        getattr(module, "gradfilter_base", type(module)) is nn.Conv2d
-        and module.padding_mode == "zeros"
-        and not isinstance(module.padding, str)
-    )
+def _why_alone(module: Any) -> str:
+    """Why a convolution is not one that can be fused; nothing if it is."""
+    kind = getattr(module, "gradfilter_base", type(module))
+    if kind is not nn.Conv2d:
+        return f"a {kind.__name__}; only nn.Conv2d itself is fused"
+    if module.padding_mode != "zeros":
+        return f"padding_mode is {module.padding_mode!r}"
+    return f"padding={module.padding!r}" if isinstance(module.padding, str) else ""
 
 
 def _is_constant(node: Node, modules: dict[str, Any], frozen: set[Node]) -> bool:
@@ -171,6 +199,11 @@ def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor, overwrite: bool = Fa
 
 def _trained(fused: FusedConv, x: Tensor) -> Tensor:
     """As one autograd node, with the layer's method."""
+    with torch._C.DisableTorchFunction():  # the region has no part in what happens inside
+        return _run_trained(fused, x)
+
+
+def _run_trained(fused: FusedConv, x: Tensor) -> Tensor:
     conv: Any = fused.conv
     if x.dim() != 4 or not (x.requires_grad or conv.weight.requires_grad):
         return fused.frozen(x)

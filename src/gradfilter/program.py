@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,11 +20,12 @@ from torch.fx.node import map_arg
 
 from .allocator import keep_freed_memory
 from .errors import GradFilterError
-from .fusion import Step, make_steps
+from .fusion import Step, describe, make_steps
 from .modules import LAYERS, NORMS, RegionModule, region_class
+from .plans import table
 from .region import region
 
-__all__ = ["Split", "accelerate_", "split"]
+__all__ = ["Acceleration", "Split", "accelerate_", "acceleration", "split"]
 
 Model = TypeVar("Model", bound=nn.Module)
 Values = dict[Node, Any]
@@ -36,6 +38,7 @@ def accelerate_(model: Model) -> Model:
     with them, and what is frozen before the first trained layer builds no graph. Where a model cannot be
     traced as a whole, the largest of its modules that can are. From then on the process keeps freed memory
     (allocator.py). Modules that are replaced later are not noticed: restore, change, accelerate again.
+    ``acceleration`` tells what runs fused.
 
     >>> import gradfilter as gf
     >>> model = gf.apply_(gf.models.build("tiny"), gf.GradientFilter(patch=2), "last:2")
@@ -71,6 +74,36 @@ def _why_untraceable(module: nn.Module) -> str:
     except Exception as error:  # whatever a user's forward does with a stand-in for a tensor
         return str(error).partition("\n")[0] or type(error).__name__
     return ""
+
+
+class Acceleration(NamedTuple):
+    """One row per convolution of an accelerated model: its name, what runs with it, and why no more does."""
+
+    rows: list[list[str]]
+
+    def __str__(self) -> str:
+        return table([["layer", "runs as", "why no more"], *self.rows])
+
+
+def acceleration(model: nn.Module) -> Acceleration:
+    """What runs fused in an accelerated model, and what could not be.
+
+    >>> import gradfilter as gf
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding="same"))
+    >>> print(gf.acceleration(gf.accelerate_(model.eval().requires_grad_(False))))
+    layer  runs as             why no more
+    0      conv + norm + relu
+    3      conv                padding='same'
+    """
+    rows = []
+    for name, module in model.named_modules():
+        if "gradfilter_program" in module.__dict__:
+            graph, modules = _trace(module), dict(module.named_modules())
+            found = describe(graph, modules, _frozen_nodes(graph, modules, set()))
+            rows += [[f"{name}.{row[0]}" if name else row[0], *row[1:]] for row in found]
+    if not rows:
+        raise GradFilterError("The model is not accelerated; call gf.accelerate_ first.")
+    return Acceleration(rows)
 
 
 class Accelerated(RegionModule):
@@ -193,6 +226,9 @@ def _run(steps: list[Step], values: Values) -> None:
             del values[node]
 
 
+_training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+
+
 class Program:
     """A module's traces and steps, made when they are first needed; a copy starts anew."""
 
@@ -218,8 +254,8 @@ class Program:
             return None
         key = (
             torch.is_grad_enabled() and tuple(a.requires_grad for a in args),
-            tuple(m.training for m in modules),
-            tuple(p.requires_grad for p in parameters),
+            tuple(map(_training, modules)),
+            tuple(map(_requires_grad, parameters)),
         )
         if key not in self._ready:
             self._ready[key] = _make_ready(module, args)

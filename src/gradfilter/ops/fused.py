@@ -122,8 +122,8 @@ class FusedConv:
         other: Tensor | None = None,
         overwrite: bool = False,
     ) -> Tensor:
-        # With weights that are not packed, and larger than the maps, torch's own call is the faster one.
-        if not self.serves(x) or (weight.layout is torch.strided and weight.numel() > 2 * x.numel()):
+        # With weights that are not packed, and small maps, torch's own call is the faster one.
+        if not self.serves(x) or (weight.layout is torch.strided and 2 * weight.numel() > x.numel()):
             padding, stride, dilation, groups = self.settings
             y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
             return activation.run_(y if other is None else y.add_(other))

@@ -1,0 +1,299 @@
+"""Accelerated models: the same results and gradients, the same module to its owner, and what cannot be traced."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradfilter as gf
+from gradfilter.ops import fused
+
+FILTER = gf.GradientFilter(patch=2)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def with_statistics(model: nn.Module) -> nn.Module:
+    """Norms that do something: fresh ones have mean 0, variance 1, scale 1 and shift 0."""
+    random = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor, low, high in (
+                (module.running_mean, -0.2, 0.2),
+                (module.running_var, 0.5, 2.0),
+                (module.weight.data, 0.5, 1.5),
+                (module.bias.data, -0.2, 0.2),
+            ):
+                tensor.uniform_(low, high, generator=random)
+    return model
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / (b.norm() + 1e-30))
+
+
+def differences(model: nn.Module, other: nn.Module, x: Tensor) -> dict[str, float]:
+    """How far outputs and gradients of two models are apart."""
+    y, z = model(x), other(x)
+    seed = torch.Generator().manual_seed(1)
+    gradient = torch.randn(y.shape, generator=seed, dtype=y.dtype)
+    found = {"output": relative(z, y)}
+    for each, made in ((model, y), (other, z)):
+        each.zero_grad()
+        torch.autograd.backward(made, gradient)
+    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
+    return found | {name: relative(q.grad, p.grad) for (name, p), q in pairs if p.grad is not None}
+
+
+class Residual(nn.Module):
+    """Functional activations, sums in both orders, a norm without an affine part, a bias before a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.plain = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, affine=False)
+        self.third = nn.Conv2d(8, 8, 1, bias=False)
+        self.last = nn.Conv2d(8, 8, 3, stride=2, padding=2, dilation=2)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        y = self.plain(self.second(x))
+        y = torch.relu(x + y)
+        z = self.third(y) + y
+        w = F.hardswish(self.last(F.silu(z)))
+        return self.head(w.mean((2, 3)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tiny": lambda: gf.models.build("tiny"),
+    "residual": Residual,
+    "mcunet": lambda: gf.models.build("mcunet-5fps", classes=7),
+    "mobilenet_v2": lambda: gf.models.build("mobilenet_v2", classes=7),
+    "resnet18": lambda: gf.models.build("resnet18", classes=7),
+    "mobilenet_v3": lambda: gf.models.build("mobilenet_v3_small", classes=7),
+    "shufflenet": lambda: gf.models.build("shufflenet_v2_x0_5", classes=7),
+    "efficientnet": lambda: gf.models.build("efficientnet_b0", classes=7),
+}
+
+
+@pytest.mark.usefixtures("vision")
+@pytest.mark.parametrize("layers", ["last:3", "all"])
+@pytest.mark.parametrize("method", [FILTER, gf.GradientFilter(4, taps="collapse"), gf.Exact()], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_results_and_gradients_are_those_of_the_plain_model(
+    name: str, method: gf.Method, layers: str
+) -> None:
+    model = gf.apply_(with_statistics(MODELS[name]()).double(), method, layers)
+    model = model.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    faster = gf.accelerate_(copy.deepcopy(model))
+    with gf.count_fallbacks() as fallbacks:
+        found = differences(model, faster, x)
+    assert max(found.values()) < TOLERANCE[torch.float64], found
+    assert not fallbacks
+    with torch.no_grad():
+        assert relative(faster(x), model(x)) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ["tiny", "residual", "mcunet"])
+def test_onednn_gives_the_same_numbers(name: str, layout: torch.memory_format) -> None:
+    """Only float32 runs there. Gates near zero may flip by rounding, so gradients are compared loosely."""
+    model = gf.apply_(with_statistics(MODELS[name]()), FILTER, "last:3").eval().to(memory_format=layout)
+    x = torch.randn(2, 3, 64, 64)
+    found = differences(model, gf.accelerate_(copy.deepcopy(model)), x)
+    assert found.pop("output") < TOLERANCE[torch.float32]
+    assert max(found.values()) < 1e-3, found
+
+
+@pytest.mark.parametrize("mistake", ["_factors", "_fold"])
+def test_comparison_notices_a_wrong_fold(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(fused.FusedConv, mistake)
+
+    def wrong(self: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
+        first, second = right(self, *args)
+        return first, None if second is None else second * 1.01
+
+    model = gf.apply_(with_statistics(MODELS["tiny"]()).double(), FILTER, "last:2").eval()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    monkeypatch.setattr(fused.FusedConv, mistake, wrong)
+    assert differences(model, gf.accelerate_(copy.deepcopy(model)), x)["output"] > 1e-6
+
+
+def test_the_model_stays_what_it_was() -> None:
+    model = gf.apply_(MODELS["tiny"](), FILTER, "last:2")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters, kind = list(model.parameters()), type(model).__name__
+    gf.accelerate_(model)(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+    assert type(model).__name__ == kind
+    with pytest.raises(gf.GradFilterError, match="accelerated already"):
+        gf.accelerate_(model)
+    restored = gf.restore_(model)
+    assert type(restored) is type(MODELS["tiny"]())
+    assert not any(name.startswith("gradfilter") for m in restored.modules() for name in m.__dict__)
+
+
+def test_kept_bytes_are_those_of_the_plain_model() -> None:
+    model = gf.apply_(MODELS["tiny"](), FILTER, "all").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
+    sizes = []
+    for each in (model, gf.accelerate_(copy.deepcopy(model))):
+        with gf.kept_bytes(each) as kept:
+            each(x)
+        sizes.append(sum(kept.values()))
+    assert sizes[0] == sizes[1]
+
+
+def test_weights_that_change_are_seen() -> None:
+    model = with_statistics(MODELS["tiny"]()).eval()
+    faster, x = gf.accelerate_(copy.deepcopy(model)), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        faster(x)
+        other = with_statistics(MODELS["tiny"]()).eval()
+        for norm in (m for m in other.modules() if isinstance(m, nn.BatchNorm2d)):
+            norm.running_mean.add_(0.1)
+        faster.load_state_dict(other.state_dict())
+        assert relative(faster(x), other(x)) < 1e-5
+        faster.stem[0].weight.mul_(2)  # type: ignore[index,union-attr,operator]
+        assert relative(faster(x), other(x)) > 1e-3
+
+
+def test_modes_are_followed() -> None:
+    """Dropout runs in training and not in evaluation; freezing moves the border."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(4, 4, 3))
+    gf.accelerate_(gf.apply_(model, FILTER, "last:1"))
+    x = torch.randn(2, 3, 12, 12)
+    assert not torch.equal(model.train()(x), model(x))
+    assert torch.equal(model.eval()(x), model(x))
+    assert model(x).requires_grad
+    model.requires_grad_(False)
+    assert not model(x).requires_grad
+
+
+def test_the_gradient_of_the_input_is_there_when_asked_for() -> None:
+    model = gf.apply_(with_statistics(MODELS["tiny"]()).double(), gf.Exact(), "last:2").eval()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64, requires_grad=True)
+    wanted = torch.autograd.grad(model(x).sum(), x)[0]
+    made = torch.autograd.grad(gf.accelerate_(model)(x).sum(), x)[0]
+    assert relative(made, wanted) < 1e-10
+
+
+def test_hooks_are_called() -> None:
+    model = gf.accelerate_(gf.apply_(MODELS["tiny"](), FILTER, "last:2"))
+    seen: list[str] = []
+    handle = model.stem.register_forward_hook(lambda *_: seen.append("stem"))  # type: ignore[union-attr]
+    x = torch.randn(2, 3, 32, 32)
+    with_hook = model(x)
+    handle.remove()
+    assert seen == ["stem"]
+    assert relative(model(x), with_hook) < 1e-5
+    assert seen == ["stem"]
+
+
+def test_copies_are_models_of_their_own() -> None:
+    model = gf.accelerate_(gf.apply_(MODELS["tiny"](), FILTER, "last:2")).eval()
+    x = torch.randn(2, 3, 32, 32)
+    before = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  our own
+        assert torch.equal(twin(x), before)
+        with torch.no_grad():
+            twin.head.weight.zero_()
+        assert relative(twin(x), before) > 1e-3
+        assert type(gf.restore_(twin)) is type(MODELS["tiny"]())
+    assert torch.equal(model(x), before)
+
+
+class Branches(nn.Module):
+    """Cannot be traced as a whole, because it looks at its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.tail = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.tail(x) if x.sum() > -1e9 else x
+
+
+def test_parts_of_a_model_that_cannot_be_traced() -> None:
+    model = gf.apply_(with_statistics(Branches()).double(), FILTER, "tail").eval()
+    x = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    faster = gf.accelerate_(copy.deepcopy(model))
+    found = differences(model, faster, x)
+    assert max(found.values()) < 1e-10, found
+    assert str(gf.acceleration(faster)).count("conv + ") == 2
+    with pytest.raises(gf.GradFilterError, match="cannot be split, because it cannot be traced"):
+        gf.split(model)
+    with pytest.raises(gf.GradFilterError, match="Nothing in Conv2d can be traced"):
+        gf.accelerate_(nn.Conv2d(3, 3, 1))
+
+
+def test_what_runs_alone_has_a_reason() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding="same"),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Conv1d(4, 4, 1),
+    )
+    model[6].weight.requires_grad_(True)
+    told = str(gf.acceleration(gf.accelerate_(gf.apply_(model[:7], FILTER, "last:1", norm="affine"))))
+    assert told.splitlines()[1].split() == ["0", "conv", "+", "norm", "+", "relu"]
+    assert "padding='same'" in told
+    assert "padding_mode" in told
+    assert "its norm trains" in told
+    with pytest.raises(gf.GradFilterError, match=r"call gf\.accelerate_ first"):
+        gf.acceleration(MODELS["tiny"]())
+
+
+# Two parts
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("name", ["tiny", "residual"])
+def test_a_split_model_is_the_model(name: str, accelerated: bool) -> None:
+    model = gf.apply_(with_statistics(MODELS[name]()), FILTER, "last:3").eval()
+    x = torch.randn(2, 3, 32, 32)
+    whole = gf.accelerate_(model) if accelerated else gf.accelerate_(copy.deepcopy(model))
+    parts = gf.split(model)
+    features = parts.prefix(x)
+    kept = [feature.clone() for feature in features]
+    assert not any(feature.requires_grad for feature in features)
+    assert torch.equal(parts.tail(features), whole(x))
+    parts.tail(features).sum().backward()
+    parts.tail(list(features)).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(features, kept, strict=True)), "the tail wrote to its features"
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+    assert {id(t) for t in parts.frozen if isinstance(t, nn.Parameter)} <= frozen
+    with torch.no_grad():
+        assert torch.equal(parts.tail(features), whole(x))
+
+
+def test_the_signature_tells_structures_apart() -> None:
+    def signature(stride: int, last: str) -> str:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, stride), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+        return gf.split(gf.apply_(model, FILTER, last)).signature
+
+    assert signature(1, "last:1") == signature(1, "last:1")
+    assert len({signature(1, "last:1"), signature(2, "last:1"), signature(1, "last:2")}) == 3
+
+
+def test_what_cannot_be_split_is_said() -> None:
+    with pytest.raises(gf.GradFilterError, match="the first layer of the model trains"):
+        gf.split(gf.apply_(MODELS["tiny"](), FILTER, "all"))
+    with pytest.raises(gf.GradFilterError, match="nothing in the model trains"):
+        gf.split(MODELS["tiny"]().requires_grad_(False))
