@@ -99,7 +99,9 @@ def describe(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[l
             continue
         chain = _chain(node, modules, frozen)
         if chain is None:
-            made.append([str(node.target), "conv", _why_alone(module) or "trains without a method of gf.apply_"])
+            made.append(
+                [str(node.target), "conv", _why_alone(module) or "trains without a method of gf.apply_"]
+            )
             continue
         parts = {"norm": chain.norm, "sum": chain.add, chain.kind.name: chain.activation}
         how = " + ".join(["conv", *(name for name, part in parts.items() if part is not None)])

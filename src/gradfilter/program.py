@@ -89,7 +89,9 @@ def acceleration(model: nn.Module) -> Acceleration:
     """What runs fused in an accelerated model, and what could not be.
 
     >>> import gradfilter as gf
-    >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding="same"))
+    >>> model = nn.Sequential(
+    ...     nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding="same")
+    ... )
     >>> print(gf.acceleration(gf.accelerate_(model.eval().requires_grad_(False))))
     layer  runs as             why no more
     0      conv + norm + relu

@@ -36,7 +36,7 @@ from .energy import Meter, energy_of, find_meter
 from .environment import available_memory, device_named, environment, wait_for
 from .layers import WARMUP
 from .memory import peak_of_step
-from .timing import Interval, in_turn, median_of, ratio_of
+from .timing import Interval, in_turn, median_of, ratio_of, seconds
 from .worker import Worker
 
 __all__ = ["ARMS", "BASELINES", "Arm", "Case", "Settings", "cells", "lines", "measure", "notes"]
@@ -54,6 +54,7 @@ ARMS = (
 )
 BASELINES = ("inference", "exact")
 CLIP = 2.0
+WARM = 0.1  # seconds of untimed steps before a timed one
 PARTS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
@@ -322,7 +323,7 @@ def facts(name: str, case: Case) -> tuple[Arm | None, dict[str, Any]]:
 def _times(settings: Settings, steps: dict[str, Step], tell: Tell) -> dict[str, list[Times]]:
     def take(name: str) -> Times:
         with settings.in_memory(name):
-            steps[name]()  # the caches are full of another arm; in a training they are not
+            seconds(steps[name], WARM)  # the caches are full of another arm; in a training they are not
             return steps[name]()
 
     calls = {name: partial(take, name) for name in steps}
