@@ -23,7 +23,7 @@ def environment() -> dict[str, str | int]:
     ['commit', 'date', 'load', 'processor', 'python', 'system', 'threads', 'torch']
     """
     return {
-        "commit": _commit(Path(__file__).parent),
+        "commit": _commit(Path(__file__).parents[1]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -49,7 +49,7 @@ def _commit(folder: Path) -> str:
         return _unavailable("git is not installed")
     try:
         commit = _output(git, "-C", str(folder), "rev-parse", "HEAD")
-        changes = _output(git, "-C", str(folder), "status", "--porcelain")
+        changes = _output(git, "-C", str(folder), "status", "--porcelain", "--", str(folder))
     except (OSError, subprocess.SubprocessError):
         return _unavailable("not a git checkout")
     return commit[:12] + (" with uncommitted changes" if changes else "")
