@@ -21,6 +21,7 @@ SHORT = ("inference", "exact", "filter", "exact+prefix", "filter+prefix")
 FULL = (*SHORT[:2], "exact-all", *SHORT[2:], "filter+prefix+cache")
 CASES = {
     "mobilenet_v2_last4": (Settings("mobilenet_v2"), FULL),
+    "mobilenet_v2_last4_one_process": (Settings("mobilenet_v2"), FULL),
     "resnet18_last4": (Settings("resnet18"), FULL),
     "resnet18_last4_collapse": (Settings("resnet18", taps="collapse"), SHORT),
     "mcunet_last4": (Settings("mcunet-5fps", size=128), FULL),
@@ -45,11 +46,12 @@ def main() -> None:
     again = parser.parse_args().again
     RESULTS.mkdir(exist_ok=True)
     for name, (settings, arms) in CASES.items():
+        one_process = name.endswith("one_process")
         file = RESULTS / f"{name}.json"
         if file.exists() and name not in again:
             continue
         with Progress() as tell:
-            record = measure(settings, arms, tell=tell)
+            record = measure(settings, arms, tell=tell, one_process=one_process)
         report.write(str(file), json.dumps(record, indent=1) + "\n")
         print(report.text(record), end="\n\n", flush=True)
 

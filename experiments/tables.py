@@ -3,6 +3,9 @@
     python -m gradfilter bench layers --json experiments/results/layers.json
     python -m gradfilter bench regions --json experiments/results/regions.json
     python experiments/depth_pets.py
+    python experiments/steps.py
+    python experiments/cached_epochs.py
+    python experiments/native_pass.py
     python experiments/tables.py
 
 A table stands between ``<!-- generated: NAME -->`` and ``<!-- end of generated -->``. Nothing is measured
@@ -44,25 +47,89 @@ def _block(found: re.Match[str]) -> str:
     return f"<!-- generated: {name} -->\n{TABLES[name]()}\n<!-- end of generated -->"
 
 
+README_CASES = {
+    "mobilenet_v2_last4": "MobileNetV2, last 4 convolutions",
+    "resnet18_last4": "ResNet-18, last 4 convolutions",
+    "mobilenet_v2_all": "MobileNetV2, all layers",
+    "resnet18_all": "ResNet-18, all layers",
+}
+
+
 def _readme() -> str:
-    record = _record("regions")
-    if record is None:
+    records = {name: _record(f"steps/{name}") for name in README_CASES}
+    if None in records.values():
         return MISSING
-    size = f"batch {record['batch']}, {record['size']} px"
-    lines = [[size, "kept for the backward", "backward", "forward"]]
-    names = {"exact": "exact (plain PyTorch)", "overlap 2": "patch 2", "overlap 4": "patch 4"}
-    for row in record["rows"]:
-        if row["arm"] in names:
-            faster = "" if row["arm"] == "exact" else f" ({row['backward_ratio'][0]:.1f}x faster)"
-            backward, forward = (f"{row[f'{way}_ms'][0]:.0f} ms" for way in ("backward", "forward"))
-            kept = f"{format_bytes(row['kept'])} ({row['kept_share']:.2f}x)"
-            lines.append([f"{row['region']}: {names[row['arm']]}", kept, backward + faster, forward])
-    where = record["environment"]
+    lines = [["one step, batch 8, 224 px, patch 2", "time", "of inference", "kept", "peak above the model"]]
+    for name, title in README_CASES.items():
+        arms = {row["name"]: row for row in records[name]["arms"]}
+        for arm, called in (("inference", "inference"), ("exact", "exact"), ("filter+prefix", "gradfilter")):
+            lines.append([f"{title}: {called}", *_step_cells(arms[arm])])
+    where = records["resnet18_all"]["environment"]
     note = (
-        f"{where['processor']}, {where['threads']} threads, torch {where['torch']}; "
-        "the other methods and all conditions are in [docs/performance.md](docs/performance.md)."
+        "Inference and exact training are plain PyTorch, channels-last, in a process of their own; gradfilter also "
+        "keeps freed memory from step to step, which is part of its gain. "
+        f"{where['processor']}, {where['threads']} threads, torch {where['torch']}; all methods, layers and "
+        "conditions are in [docs/performance.md](docs/performance.md)."
     )
     return f"{report.markdown_table(lines)}\n\n{note}{_depth_sentence()}"
+
+
+def _step_cells(row: dict[str, Any]) -> list[str]:
+    sizes = [format_bytes(row[key]) for key in ("kept_bytes", "peak_bytes")]
+    return [f"{row['step_ms']:.0f} ms", f"{row['to_inference']:.2f}x", *sizes]
+
+
+def _steps() -> str:
+    """Every case of experiments/steps.py, and by how much the filter beats exact with the same prefix."""
+    records = {file.stem: json.loads(file.read_text()) for file in sorted((RESULTS / "steps").glob("*.json"))}
+    if not records:
+        return MISSING
+    head = [
+        "case",
+        "arm",
+        "step",
+        "of inference",
+        "kept",
+        "peak",
+        "forward",
+        "backward",
+        "gain of the filter",
+    ]
+    lines = [head]
+    for record in records.values():
+        arms = {row["name"]: row for row in record["arms"] if "unavailable" not in row}
+        gain = arms["exact+prefix"]["step_ms"] / arms["filter+prefix"]["step_ms"]
+        s = record["settings"]
+        case = f"{s['model']}, {s['layers']}, {s['taps']} {s['patch']}, {s['size']} px"
+        case += ", one process" if record["one_process"] else ""
+        for name, row in arms.items():
+            parts = [f"{row[part]:.1f} ms" for part in ("forward_ms", "backward_ms")]
+            ours = f"{gain:.2f}x" if name == "filter+prefix" else ""
+            lines.append([case, name, *_step_cells(row), *parts, ours])
+    last = list(records.values())[-1]
+    return f"{report.markdown_table(lines)}\n\n{conditions(last['environment'])}"
+
+
+def _cached_epochs() -> str:
+    record = _record("cached_epochs")
+    if record is None:
+        return MISSING
+    lines = [["model", "exact, no cache", "making the cache", "epochs from it", "together, of exact"]]
+    for row in record["rows"]:
+        seconds = [f"{row[key]:.1f} s" for key in ("exact_s", "build_s", "cached_s")]
+        lines.append([row["model"], *seconds, f"{(row['build_s'] + row['cached_s']) / row['exact_s']:.2f}x"])
+    return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
+
+
+def _native_pass() -> str:
+    record = _record("native_pass")
+    if record is None:
+        return MISSING
+    lines = [["map", "way", "time", "first call"]]
+    for row in record["rows"]:
+        shape = " x ".join(map(str, row["shape"]))
+        lines.append([shape, row["way"], f"{row['ms']:.2f} ms", f"{row['first_s']:.2f} s"])
+    return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
 
 
 def _depth_sentence() -> str:
@@ -115,6 +182,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": _benchmark("layers"),
     "regions": _benchmark("regions"),
     "depth": _depth,
+    "steps": _steps,
+    "cached_epochs": _cached_epochs,
+    "native_pass": _native_pass,
 }
 
 if __name__ == "__main__":
