@@ -66,7 +66,7 @@ def _readme() -> str:
             lines.append([f"{title}: {called}", *_step_cells(arms[arm])])
     where = records["resnet18_all"]["environment"]
     note = (
-        "Inference and exact training are plain PyTorch, channels-last, in a process of their own; gradfilter "
+        "Inference and exact training are plain PyTorch, channels-last, each in its own process; gradfilter "
         "also keeps freed memory from step to step, which is part of its gain. "
         f"{where['processor']}, {where['threads']} threads, torch {where['torch']}; all methods, layers and "
         "conditions are in [docs/performance.md](docs/performance.md)."
