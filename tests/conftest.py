@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 
@@ -11,6 +12,9 @@ import torch
 from gradfilter import native
 from gradfilter.errors import ModelError
 from gradfilter.models import _torchvision
+
+# accelerate_ leaves malloc alone if somebody has set it: tests that look at memory must not depend on others
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 * 1024))
 
 
 @pytest.fixture(autouse=True)

@@ -137,14 +137,12 @@ def max_pool(
     return y, counts.permute(0, 1, 4, 2, 3)
 
 
-def through_gate(
-    grad: Tensor, count: Tensor | None, scale: Tensor | None, per_pixel: Tensor, shut: float
-) -> Tensor:
+def through_gate(grad: Tensor, count: Tensor, scale: Tensor | None, per_pixel: Tensor, shut: float) -> Tensor:
     """grad * scale * (share of open pixels, of which ``count`` are; shut ones pass ``shut``)."""
     made = torch.empty_like(grad)
     n, channels, height, width = grad.shape
     _functions()["gf_gate", grad.dtype](
-        grad.data_ptr(), _pointer(count), _pointer(scale), per_pixel.data_ptr(), made.data_ptr(),
+        grad.data_ptr(), count.data_ptr(), _pointer(scale), per_pixel.data_ptr(), made.data_ptr(),
         n, height * width, channels, shut, torch.get_num_threads(),
     )  # fmt: skip
     return made
