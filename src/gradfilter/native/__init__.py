@@ -72,14 +72,20 @@ def _share_threads(library: ctypes.CDLL) -> None:
 
 
 def fits(*tensors: Tensor | None) -> bool:
-    """Whether the native passes can work on these maps (N, C, H, W)."""
+    """Whether the native passes can work on these maps (N, C, H, W); an empty one has no address."""
     functions = _functions()
     if not functions:
         return False
     dtype = next(t.dtype for t in tensors if t is not None)
     return ("gf_gate", dtype) in functions and all(
         t is None
-        or (type(t) is Tensor and t.dtype == dtype and t.device.type == "cpu" and is_channels_last(t))
+        or (
+            type(t) is Tensor
+            and t.numel() > 0
+            and t.dtype == dtype
+            and t.device.type == "cpu"
+            and is_channels_last(t)
+        )
         for t in tensors
     )
 
