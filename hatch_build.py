@@ -23,4 +23,4 @@ class NativeHook(BuildHookInterface):
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
         build_data["pure_python"] = False
-        build_data["artifacts"].append("src/gradfilter/native/kernels.so")
+        build_data["artifacts"].append("src/gradfilter/native/kernels-*.so")

@@ -145,14 +145,20 @@ def test_a_mistake_shows_no_traceback() -> None:
 
 
 def test_interrupting_exits_with_130() -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "demo", "--steps", "100000"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stderr
-    assert "first training" in process.stderr.readline()
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    # A shell's background jobs, and so the tests in one, ignore SIGINT; what they start would inherit that.
+    listening = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", listening + "from gradfilter import cli; sys.exit(cli.main(sys.argv[1:]))"]
+    with subprocess.Popen(
+        [*command, "demo", "--steps", "100000"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr
+            assert "first training" in process.stderr.readline()
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert told.splitlines()[-1] == "gradfilter: interrupted"
     assert "Traceback" not in told

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradfilter as gf
 from gradfilter import native
@@ -63,7 +63,7 @@ def test_open_pixels(dtype: torch.dtype) -> None:
         if grid.is_dense:
             continue
         gate = random.choice(GATES)
-        assert native.fits(y)
+        assert native.fits(y) == (y.numel() > 0)
         wanted = count_open((gate.openness(y) != 0).to(dtype), grid)
         assert torch.equal(gate.after(y, grid), wanted)
         compared += 1
@@ -141,6 +141,15 @@ def test_comparison_notices_a_wrong_link() -> None:
         linked.axes = (linked.axes[0], linked.axes[1]._replace(weighs=linked.axes[1].weighs.flip(1)))
 
     assert sum(error > 1e-6 for error in depthwise_errors(spoil)) > 50
+
+
+def test_an_empty_batch_has_a_gradient_of_zero() -> None:
+    """Its address is null, which the native walk takes for an input that is not there."""
+    for _ in range(20):
+        torch.full((1, 1, 3, 3), 7.0)  # what uninitialised memory would show
+        layer = gf.apply_(nn.Sequential(nn.Conv2d(4, 4, 3, groups=4)), gf.GradientFilter(patch=2))
+        layer(torch.randn(0, 4, 12, 12)).sum().backward()
+        assert not layer[0].weight.grad.any()
 
 
 def test_threads_are_those_of_torch() -> None:

@@ -262,6 +262,129 @@ def test_what_runs_alone_has_a_reason() -> None:
         gf.acceleration(MODELS["tiny"]())
 
 
+# What odd models do
+
+
+class Written(nn.Module):
+    """A module whose forward is given."""
+
+    def __init__(self, forward: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.drop, self.same = nn.Dropout(), nn.Identity()
+        self.run = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def written_twice(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    y.add_(m.b(F.relu(y)))
+    return torch.relu(y)
+
+
+SHARED = {
+    "dropout": lambda m, x: (lambda y: y + m.b(m.drop(y)))(torch.relu(m.a(x))),
+    "identity": lambda m, x: (lambda y: (y + m.b(F.max_pool2d(y, 3, 1, 1))) * m.same(y))(torch.relu(m.a(x))),
+    "view": lambda m, x: (lambda y, v: (y + m.b(F.max_pool2d(y, 3, 1, 1)))[:, :2] * v)(
+        *(lambda y: (y, y[:, :2]))(torch.relu(m.a(x)))
+    ),
+    "keyword": lambda m, x: m.b(m.a(input=x)),
+    "twice": lambda m, x: m.b(torch.relu(m.b(torch.relu(m.a(x))))),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_nobody_writes_to_what_others_read(name: str) -> None:
+    """In float32, because only oneDNN adds on the way."""
+    model = Written(SHARED[name]).eval().requires_grad_(False)
+    x = torch.randn(2, 3, 12, 12)
+    assert relative(gf.accelerate_(copy.deepcopy(model))(x), model(x)) < 1e-5
+
+
+UNREADABLE = {
+    "writes in place": written_twice,
+    "sets attributes": lambda m, x: (setattr(m, "seen", x), m.b(m.a(x)))[1],
+}
+
+
+@pytest.mark.parametrize("why", UNREADABLE)
+def test_what_cannot_be_read_off_is_refused_and_left_as_it_was(why: str) -> None:
+    model = Written(UNREADABLE[why])
+    before = [dict(part.__dict__) for part in model.modules()]
+    with pytest.raises(gf.GradFilterError, match=why):
+        gf.accelerate_(model)
+    for part, known in zip(model.modules(), before, strict=True):
+        assert part.__dict__.keys() == known.keys()
+        assert all(part.__dict__[key] is known[key] for key in known)
+
+
+def test_batches_of_every_kind() -> None:
+    """An empty one and a single picture, after the weights were packed for a full one."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    gf.apply_(model, FILTER, "last:1").eval()
+    faster, x = gf.accelerate_(copy.deepcopy(model)), torch.randn(2, 3, 12, 12)
+    for batch in (x, x[:0], x[:1]):
+        assert torch.allclose(faster(batch), model(batch), atol=1e-5)
+    assert torch.allclose(faster(x[0]), model(x[0]), atol=1e-5)
+
+
+def test_only_a_bias_trains() -> None:
+    model = gf.apply_(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), FILTER, "last:1")
+    model[2].weight.requires_grad_(False)
+    gf.accelerate_(model)(torch.randn(2, 3, 12, 12)).sum().backward()
+    assert model[2].bias.grad is not None
+    assert model[2].weight.grad is None
+
+
+def test_a_parameter_that_is_replaced_trains() -> None:
+    model = gf.accelerate_(gf.apply_(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), FILTER, "last:1"))
+    x = torch.randn(2, 3, 12, 12)
+    model(x)
+    model.requires_grad_(False)
+    assert not model(x).requires_grad
+    model[1].weight = nn.Parameter(torch.zeros(4, 4, 3, 3))
+    assert model(x).requires_grad
+
+
+def test_buffers_that_change_are_seen() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        return m.b(m.a(x) * (m.scale + 1))
+
+    model = Written(forward)
+    model.register_buffer("scale", torch.tensor(1.0))
+    gf.accelerate_(model)
+    x = torch.randn(2, 3, 12, 12)
+    before = model(x)
+    model.scale.fill_(3.0)
+    assert relative(model(x) - model.b.bias[:, None, None], 2 * (before - model.b.bias[:, None, None])) < 1e-5
+
+
+def test_outputs_are_the_callers() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = m.a(x)
+        return {"out": m.b(y), "all": [y, (y,)]}
+
+    made = gf.accelerate_(Written(forward))(torch.randn(2, 3, 12, 12))
+    made["more"] = made["all"].append(1)
+    assert type(made["all"][1]) is tuple
+
+
+def test_means_of_an_input_that_is_refilled() -> None:
+    """Nobody sees what is written through ``data``; so nothing is remembered of a user's own tensors."""
+    model = gf.apply_(nn.Sequential(nn.Conv2d(3, 4, 3)), FILTER)
+    x, other = torch.randn(2, 3, 12, 12), torch.randn(2, 3, 12, 12)
+    model(x).sum().backward()
+    x.data.copy_(other)
+    model.zero_grad()
+    model(x).sum().backward()
+    wanted = model[0].weight.grad.clone()
+    model.zero_grad()
+    model(other).sum().backward()
+    assert torch.equal(model[0].weight.grad, wanted)
+
+
 # Two parts
 
 

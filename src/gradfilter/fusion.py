@@ -20,17 +20,57 @@ from torch.fx.node import map_arg
 from .calls import conv_geometry
 from .geometry import ConvGeometry
 from .methods import Exact, Method
-from .modules import BATCH_NORMS, CONVOLUTIONS
+from .modules import CONVOLUTIONS, LAYERS, NORMS
 from .ops.fused import HARDSWISH, NONE, RELU, SILU, Activation, FusedConv, activation_of, bounded
 from .ops.layer import Call, Followers, run_layer
 
-__all__ = ["Step", "describe", "make_steps"]
+__all__ = ["Step", "describe", "make_steps", "why_unsafe"]
 
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
+IN_PLACE = {
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "setitem",
+    "relu_",
+    "add_",
+    "mul_",
+    "hardtanh_",
+    "leaky_relu_",
+}
+POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+ACTIVATIONS = (nn.ReLU, nn.Hardtanh, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.GELU)
+FRESH = (
+    *LAYERS,
+    *NORMS,
+    *POOLS,
+    *ACTIVATIONS,
+)  # modules whose result is new, or written over a value we follow
+FRESH_FUNCTIONS = {
+    operator.add,
+    operator.sub,
+    operator.mul,
+    torch.add,
+    torch.mul,
+    torch.cat,
+    torch.relu,
+    F.relu,
+}
 FUNCTIONS: dict[Any, Activation] = {
     **dict.fromkeys((F.relu, torch.relu, torch.relu_, "relu", "relu_"), RELU),
     **{F.relu6: bounded(0.0, 6.0), F.silu: SILU, F.hardswish: HARDSWISH},
 }
+
+
+def is_sum(node: Node) -> bool:
+    """Whether a node is the plain sum of two things."""
+    return (
+        node.op in ("call_function", "call_method")
+        and node.target in ADD
+        and not node.kwargs
+        and len(node.args) == 2
+    )
 
 
 @dataclass
@@ -86,8 +126,39 @@ def make_steps(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list
         made[step.node] = step
     steps = sorted(made.values(), key=lambda step: step.node not in frozen)  # what is frozen runs first
     _note_last_reads(steps, graph, frozen)
-    _overwrite_where_possible(steps, made, frozen)
     return steps
+
+
+def why_unsafe(graph: Graph, modules: dict[str, Any]) -> str:
+    """Why steps must not run in another order, or as others: something is written to that others may read."""
+    for node in graph.nodes:
+        target = _written(node, modules)
+        while target is not None:
+            if len(target.users) > 1 or _may_be_a_view(target, modules):
+                return f"{node.name} writes in place to {target.name}, which others may read"
+            target = _written(target, modules)
+    return ""
+
+
+def _written(node: Node, modules: dict[str, Any]) -> Node | None:
+    """What a node writes to, if it works in place."""
+    name, first = str(node.target), next(iter(node.args), None)
+    if node.op == "call_module":
+        in_place = getattr(modules[name], "inplace", False)
+    elif node.op == "call_method":
+        in_place = name.endswith("_") and not name.endswith("__")
+    else:
+        in_place = getattr(node.target, "__name__", "") in IN_PLACE or node.kwargs.get("inplace", False)
+    return first if in_place and isinstance(first, Node) else None
+
+
+def _may_be_a_view(node: Node, modules: dict[str, Any]) -> bool:
+    """Whether a value may share memory with another one."""
+    if node.op == "call_module":
+        return not isinstance(modules[str(node.target)], FRESH)
+    if node.op == "call_function":
+        return node.target not in FRESH_FUNCTIONS and _written(node, modules) is None
+    return node.op != "call_method" or _written(node, modules) is None
 
 
 def describe(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[list[str]]:
@@ -112,7 +183,7 @@ def describe(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[l
 def _why_no_norm(conv: Node, modules: dict[str, Any]) -> str:
     norm = _only_reader(conv)
     module = modules[str(norm.target)] if norm is not None and norm.op == "call_module" else None
-    if not isinstance(module, BATCH_NORMS):
+    if not isinstance(module, nn.BatchNorm2d):
         return ""
     return "its norm uses batch statistics" if module.training else "its norm trains"
 
@@ -121,6 +192,8 @@ def _chain(conv: Node, modules: dict[str, Any], frozen: set[Node]) -> _Chain | N
     """The chain that begins with this node, if it is a convolution that can be fused."""
     module = modules[str(conv.target)] if conv.op == "call_module" else None
     if _why_alone(module) or not (conv in frozen or hasattr(module, "gradfilter_method")):
+        return None
+    if len(conv.args) != 1 or conv.kwargs:
         return None
     norm = _only_reader(conv)
     if norm is not None and not _is_constant(norm, modules, frozen):
@@ -163,7 +236,7 @@ def _only_reader(node: Node) -> Node | None:
 def _sum_behind(last: Node, conv: Node, frozen: set[Node]) -> Node | None:
     """The residual sum that reads the chain so far; oneDNN adds it on the way where nothing has gradients."""
     add = _only_reader(last)
-    if add is None or add not in frozen or add.target not in ADD or add.kwargs:
+    if add is None or add not in frozen or not is_sum(add):
         return None
     terms = [term for term in add.args if isinstance(term, Node)]
     x = conv.args[0]
@@ -192,23 +265,27 @@ def _fused_step(chain: _Chain, modules: dict[str, Any], frozen: set[Node]) -> St
     return Step(last, partial(_trained, fused), (x,), {}, fused)
 
 
-def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor, overwrite: bool = False) -> Tensor:
+def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor) -> Tensor:
     if x.dim() == 4 and tuple(other.shape) == _geometry(fused, x).y_shape and other.dtype == x.dtype:
-        return fused.frozen(x, other, overwrite)
+        return fused.frozen(x, other)
     alone = FusedConv(fused.conv, fused.norm)
     return fused.activation.run_(alone.frozen(x) + other)
 
 
 def _trained(fused: FusedConv, x: Tensor) -> Tensor:
     """As one autograd node, with the layer's method."""
+    conv: Any = fused.conv
+    if not any(t is not None and t.requires_grad for t in (x, conv.weight, conv.bias)):
+        return fused.frozen(x)
+    if x.dim() != 4:  # without a batch
+        y = conv(x) if fused.norm is None else fused.norm(conv(x))
+        return fused.activation.run_(y)
     with torch._C.DisableTorchFunction():  # the region has no part in what happens inside
         return _run_trained(fused, x)
 
 
 def _run_trained(fused: FusedConv, x: Tensor) -> Tensor:
     conv: Any = fused.conv
-    if x.dim() != 4 or not (x.requires_grad or conv.weight.requires_grad):
-        return fused.frozen(x)
     geometry = _geometry(fused, x)
     method: Method = conv.gradfilter_method
     method = Exact() if method.refuses(geometry) else method
@@ -232,7 +309,7 @@ def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], fro
         return Step(node, partial(_attribute, modules[""], target), (), {})
     if node.op == "call_method":
         return Step(node, partial(_method, target), node.args, node.kwargs)
-    if target in ADD and node not in frozen and not node.kwargs and len(node.args) == 2:
+    if is_sum(node) and node not in frozen:
         for mine, other in (node.args, node.args[::-1]):
             if isinstance(mine, Node) and mine not in frozen and _is_free(made.get(mine)):
                 return Step(node, _add_to, (mine, other), {})
@@ -273,15 +350,6 @@ def _note_last_reads(steps: list[Step], graph: Graph, frozen: set[Node]) -> None
         if end is None:
             continue
         # A gate behind a residual sum looks at the sum's gated term (ops/join.py), which must still be there.
-        waits = end.node.target in ADD and end.node not in frozen
+        waits = is_sum(end.node) and end.node not in frozen
         reader = _only_reader(end.node) if waits else None
         (by_node.get(reader, end) if reader else end).done.append(node)
-
-
-def _overwrite_where_possible(steps: list[Step], made: dict[Node, Step], frozen: set[Node]) -> None:
-    """A sum may be put where its other term was, if a fused step made that and nobody reads it again."""
-    for step in steps:
-        if len(step.args) == 2 and step.fused is not None and step.args[1] in step.done:
-            other = made.get(step.args[1])
-            if other is not None and other.fused is not None and other.node in frozen:
-                step.kwargs = {"overwrite": True}

@@ -7,6 +7,8 @@ differ from the plain model's by rounding. What cannot be traced, or has hooks, 
 from __future__ import annotations
 
 import hashlib
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node, Tracer
 from torch.fx.node import map_arg
+from torch.nn.modules.module import _has_any_global_hook
 
 from .allocator import keep_freed_memory
 from .errors import GradFilterError
-from .fusion import Step, describe, make_steps
+from .fusion import Step, describe, make_steps, why_unsafe
 from .modules import LAYERS, NORMS, RegionModule, region_class
 from .plans import table
 from .region import region
@@ -57,7 +60,7 @@ def accelerate_(model: Model) -> Model:
 
 def _accelerate(module: nn.Module) -> bool:
     """This module if it can be traced, else the largest of its parts that can."""
-    if not any(module.children()):
+    if not any(module.children()) or "gradfilter_program" in module.__dict__:
         return False
     if _why_untraceable(module):
         done = [_accelerate(child) for child in module.children()]
@@ -116,7 +119,7 @@ class Accelerated(RegionModule):
         program: Program = module.__dict__["gradfilter_program"]
         ready = None if torch.compiler.is_compiling() else program.ready(module, args, kwargs)
         if ready is None:
-            return super().forward(*args, **kwargs)
+            return module.gradfilter_base.forward(self, *args, **kwargs)
         return ready.run(dict(zip(ready.inputs, args, strict=True)))
 
 
@@ -148,7 +151,9 @@ def split(model: nn.Module) -> Split:
     with torch.enable_grad():
         ready = program.ready(model, (torch.empty(0),), {})
     if ready is None:
-        raise GradFilterError(f"{name} cannot be split while its modules have hooks, or autocast is on.")
+        raise GradFilterError(
+            f"{name} cannot be split: it has several inputs, its modules have hooks, or autocast is on."
+        )
     border = ready.border
     if not ready.prefix or any(node.op == "placeholder" for node in border):
         raise GradFilterError("There is no frozen prefix: the first layer of the model trains.")
@@ -164,10 +169,13 @@ def split(model: nn.Module) -> Split:
         return features
 
     def tail(features: Sequence[Tensor]) -> Any:
-        now = program.ready(model, (features[0],), {})  # the mode may have changed
-        if now is None or not torch.is_grad_enabled():
-            now = ready
-        by_name = {node.name: node for node in now.border}
+        with torch.enable_grad():  # the mode may have changed, and with it what there is to do
+            now = program.ready(model, (torch.empty(0),), {})
+        by_name = {node.name: node for node in now.border} if now else {}
+        if now is None or [node.name for node in border] != list(by_name):
+            raise GradFilterError(
+                f"What trains in {name} has changed since it was split, or it has hooks; split again."
+            )
         return now.run_tail({by_name[n.name]: f for n, f in zip(border, features, strict=True)})
 
     return Split(prefix, tail, ready.prefix_tensors(), ready.signature())
@@ -202,7 +210,7 @@ class Ready:
     def run_tail(self, values: Values) -> Any:
         with region() if self.has_methods and torch.is_grad_enabled() else nullcontext():
             _run(self.tail, values)
-        return map_arg(self.output.args[0], lambda node: values[node])
+        return _filled(self.output.args[0], values)
 
     def prefix_tensors(self) -> list[Tensor]:
         loose = [step.run() for step in self.prefix if step.node.op == "get_attr"]
@@ -216,6 +224,21 @@ class Ready:
     def _owners(self) -> list[tuple[Node, Any]]:
         """The frozen nodes, each with the module it calls, if any."""
         return [(n, self.modules[str(n.target)] if n.op == "call_module" else None) for n in self.frozen]
+
+
+def _filled(value: Any, values: Values) -> Any:
+    """What a forward returns; torch.fx itself would give lists and dicts that cannot be changed."""
+    if isinstance(value, Node):
+        return values[value]
+    if isinstance(value, list):
+        return [_filled(v, values) for v in value]
+    if isinstance(value, dict):
+        return {key: _filled(v, values) for key, v in value.items()}
+    return (
+        tuple(_filled(v, values) for v in value)
+        if type(value) is tuple
+        else map_arg(value, values.__getitem__)
+    )
 
 
 def _run(steps: list[Step], values: Values) -> None:
@@ -236,7 +259,9 @@ class Program:
 
     def __init__(self) -> None:
         self._ready: dict[Any, Ready] = {}
-        self._looked_at: tuple[list[nn.Module], list[Any], list[nn.Parameter]] | None = None
+        self._owner: weakref.ref[nn.Module] | None = None
+        self._modules: list[nn.Module] = []
+        self._hooks: list[Any] = []
 
     def __deepcopy__(self, memo: Any) -> Program:
         return Program()
@@ -246,17 +271,19 @@ class Program:
 
     def ready(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ready | None:
         """The steps for such a call; None where the module's own forward has to run."""
-        if self._looked_at is None:
-            modules = list(module.modules())
-            self._looked_at = (modules, _hooks(modules[1:]), list(module.parameters()))
-        modules, hooks, parameters = self._looked_at
-        if kwargs or any(hooks) or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if self._owner is None:
+            self._owner, self._modules = weakref.ref(module), list(module.modules())
+            self._hooks = _hooks(self._modules[1:])
+        if self._owner() is not module or kwargs or any(self._hooks) or _has_any_global_hook():
+            return None  # nn.DataParallel's replicas share this program, but not its modules
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             return None
         if not all(type(a) is Tensor for a in args):
             return None
+        parameters = [p for m in self._modules for p in m._parameters.values() if p is not None]
         key = (
-            torch.is_grad_enabled() and tuple(a.requires_grad for a in args),
-            tuple(map(_training, modules)),
+            torch.is_grad_enabled() and tuple(map(_requires_grad, args)),
+            tuple(map(_training, self._modules)),
             tuple(map(_requires_grad, parameters)),
         )
         if key not in self._ready:
@@ -305,8 +332,13 @@ def _trains(node: Node, modules: dict[str, Any]) -> bool:
 class _Tracer(Tracer):
     """Every layer and norm is a leaf, subclasses with a forward of their own too."""
 
+    proxy_buffer_attributes = True  # else what is computed with a buffer would be read once, for good
+
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return isinstance(module, (*LAYERS, *NORMS)) or super().is_leaf_module(module, name)
+
+
+_tracing = threading.RLock()  # torch.fx patches nn.Module for the whole process while it traces
 
 
 def _trace(module: nn.Module) -> Graph:
@@ -315,6 +347,25 @@ def _trace(module: nn.Module) -> Graph:
     while issubclass(base, RegionModule):
         base = base.gradfilter_base
     shell = base.__new__(base)
-    shell.__dict__ = module.__dict__
-    with torch.no_grad():  # inside, modules run as their own classes do
-        return _Tracer().trace(shell)
+    shell.__dict__ = dict(module.__dict__)  # what tracing or a forward sets goes there
+    inside = [part for part in module.modules() if part is not module]
+    before = [dict(part.__dict__) for part in inside]
+    with _tracing, torch.no_grad():  # inside, modules run as their own classes do
+        try:
+            graph = _Tracer().trace(shell)
+        finally:
+            changed = [p for p, known in zip(inside, before, strict=True) if not _same(p.__dict__, known)]
+            for part, known in zip(inside, before, strict=True):
+                part.__dict__.clear()
+                part.__dict__.update(known)
+    if changed or not _same(shell.__dict__, module.__dict__):
+        raise GradFilterError("its forward sets attributes, or computes with its own tensors alone")
+    if any(str(node.target).startswith("*") for node in graph.nodes if node.op == "placeholder"):
+        raise GradFilterError("its forward takes any number of arguments")
+    if why := why_unsafe(graph, dict(module.named_modules())):
+        raise GradFilterError(why)
+    return graph
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)

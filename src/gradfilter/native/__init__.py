@@ -72,14 +72,20 @@ def _share_threads(library: ctypes.CDLL) -> None:
 
 
 def fits(*tensors: Tensor | None) -> bool:
-    """Whether the native passes can work on these maps (N, C, H, W)."""
+    """Whether the native passes can work on these maps (N, C, H, W); an empty one has no address."""
     functions = _functions()
     if not functions:
         return False
     dtype = next(t.dtype for t in tensors if t is not None)
     return ("gf_gate", dtype) in functions and all(
         t is None
-        or (type(t) is Tensor and t.dtype == dtype and t.device.type == "cpu" and is_channels_last(t))
+        or (
+            type(t) is Tensor
+            and t.numel() > 0
+            and t.dtype == dtype
+            and t.device.type == "cpu"
+            and is_channels_last(t)
+        )
         for t in tensors
     )
 
@@ -137,14 +143,12 @@ def max_pool(
     return y, counts.permute(0, 1, 4, 2, 3)
 
 
-def through_gate(
-    grad: Tensor, count: Tensor | None, scale: Tensor | None, per_pixel: Tensor, shut: float
-) -> Tensor:
+def through_gate(grad: Tensor, count: Tensor, scale: Tensor | None, per_pixel: Tensor, shut: float) -> Tensor:
     """grad * scale * (share of open pixels, of which ``count`` are; shut ones pass ``shut``)."""
     made = torch.empty_like(grad)
     n, channels, height, width = grad.shape
     _functions()["gf_gate", grad.dtype](
-        grad.data_ptr(), _pointer(count), _pointer(scale), per_pixel.data_ptr(), made.data_ptr(),
+        grad.data_ptr(), count.data_ptr(), _pointer(scale), per_pixel.data_ptr(), made.data_ptr(),
         n, height * width, channels, shut, torch.get_num_threads(),
     )  # fmt: skip
     return made

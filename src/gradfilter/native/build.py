@@ -1,21 +1,22 @@
-"""Compile kernels.cpp. At install the build hook does; later, ``python -m gradfilter.native.build``.
+"""Compile kernels.cpp. At install the build hook does; later, ``python -m gradfilter.native``.
 
 Needs a C++ compiler and nothing else. Without one gradfilter works all the same, with torch's operators.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 __all__ = ["LIBRARY", "build"]
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
-LIBRARY = Path(__file__).parent / "kernels.so"  # loaded by ctypes, so this name serves every system
+# Named after its source, so that a library of another version is never loaded; ctypes takes ".so" everywhere.
+LIBRARY = SOURCE.with_name(f"kernels-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]}.so")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")
 
 
@@ -37,8 +38,3 @@ def build(target: Path = LIBRARY) -> str | None:
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None
-
-
-if __name__ == "__main__":
-    problem = build()
-    sys.exit(f"gradfilter.native: not built, {problem}; torch's operators serve instead." if problem else 0)

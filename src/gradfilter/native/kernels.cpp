@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define EACH_PROCESSOR __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
@@ -218,6 +219,7 @@ struct MaxPool : Job {
 template <class T>
 INLINE void pool_pixel(const MaxPool<T> &job, const T *map, long i, long j, long start, long width, T *best, T *where) {
   bool any = false;
+  for (long c = 0; c < width; c++) best[c] = -std::numeric_limits<T>::infinity(), where[c] = T(-1);
   const long patch_h = i / job.h.side_out * job.h.stride + job.h.first;
   const long patch_w = j / job.w.side_out * job.w.stride + job.w.first;
   for (long a = 0; a < job.h.kernel; a++) {
@@ -292,7 +294,7 @@ namespace {
 template <class T>
 struct Gate : Job {
   const T *grad;
-  const uint8_t *open;   // or null: no gate
+  const uint8_t *open;
   const T *scale;        // one per channel, or null
   const T *per_pixel;    // 1 / pixels of each patch of a map
   T *result;
@@ -311,12 +313,10 @@ INLINE void gate_share(void *given) {
     const T *scale = job.scale;
     T *result = job.result + p * channels;
     const T per_pixel = job.per_pixel[p % job.patches] * (T(1) - job.shut), shut = job.shut;
-    if (job.open && scale)
+    if (scale)
       for (long c = 0; c < channels; c++) result[c] = grad[c] * scale[c] * (T(open[c]) * per_pixel + shut);
-    else if (job.open)
-      for (long c = 0; c < channels; c++) result[c] = grad[c] * (T(open[c]) * per_pixel + shut);
     else
-      for (long c = 0; c < channels; c++) result[c] = grad[c] * scale[c];
+      for (long c = 0; c < channels; c++) result[c] = grad[c] * (T(open[c]) * per_pixel + shut);
   }
 }
 

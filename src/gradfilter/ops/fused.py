@@ -87,15 +87,16 @@ class FusedConv:
         padding: Any = conv.padding
         self.settings = (padding, conv.stride, conv.dilation, conv.groups)
 
-    def frozen(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """All of it, with ``other`` added before the activation; ``overwrite``: the result goes there."""
-        state = _state(self.conv.weight, self.conv.bias, *self._norm_tensors())
-        if self._folded is None or self._folded[0] != [x.dtype, *state]:
+    def frozen(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """All of it, with ``other`` added before the activation."""
+        tensors = (self.conv.weight, self.conv.bias, *self._norm_tensors())
+        state = [x.dtype, self.serves(x), *_state(*tensors)]
+        if self._folded is None or self._folded[0] != state:
             weight, bias = self._fold(self.conv.weight.detach(), self.conv.bias)
             if self.serves(x):
                 weight = _packed(weight, self.settings, x)
-            self._folded = ([x.dtype, *state], weight, bias)
-        return self._run(x, self._folded[1], self._folded[2], self.activation, other, overwrite)
+            self._folded = (state, weight, bias)
+        return self._run(x, self._folded[1], self._folded[2], self.activation, other)
 
     def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolution and norm with the weight as it is now, and the activation if it is a gate."""
@@ -120,7 +121,6 @@ class FusedConv:
         bias: Tensor | None,
         activation: Activation,
         other: Tensor | None = None,
-        overwrite: bool = False,
     ) -> Tensor:
         # With weights that are not packed, and small maps, torch's own call is the faster one.
         if not self.serves(x) or (weight.layout is torch.strided and 2 * weight.numel() > x.numel()):
@@ -137,10 +137,7 @@ class FusedConv:
             ("relu", [], "") if name == "relu" else (None, [], None)
         )  # the only one it can run behind a sum
         settings = (weight, bias, *self.settings, "add", 1.0, *unary)
-        if overwrite:
-            made = ops._convolution_pointwise_.binary(other, x, *settings)
-        else:
-            made = ops._convolution_pointwise.binary(x, other, *settings)
+        made = ops._convolution_pointwise.binary(x, other, *settings)
         return made if name == "relu" else activation.run_(made)
 
     def _fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

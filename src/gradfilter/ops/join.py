@@ -38,7 +38,9 @@ def gated(x: Tensor, grid: Grid) -> Gated | None:
     gate = getattr(node, "gate", None)
     if gate is None or Grid.of(tuple(x.shape), node.wanted).patches != grid.patches:
         return None
-    count: Tensor = node.open_count  # not one of its saved_tensors: a checkpoint would compute those again
+    count: Tensor | None = node.open_count  # not a saved tensor: a checkpoint would compute those again
+    if count is None:  # its backward has run
+        return None
     if count.dim() > x.dim():  # max pooling counts by neighbour
         count = gate.after(x.detach(), grid)
     return Gated(x, gate, count)

@@ -125,7 +125,7 @@ class _CountedMax(torch.autograd.Function):
 
 def _maxima(x: Tensor, window: PoolWindow, grid: Grid, gate: Gated | None) -> tuple[Tensor, Tensor]:
     """The pooled map, and by neighbour and output patch how many maxima, open ones if gated, lie there."""
-    if native.fits(x) and x.numel() > 0 and prod(grid.patches) < 256:
+    if native.fits(x) and prod(grid.patches) < 256:
         shape = tuple(window.run(x[:1, :1].to("meta"), False).shape)
         out_grid = Grid.of((*x.shape[:2], *shape[2:]), grid.patches)
         bounds = (float("nan"), float("nan")) if gate is None else gate.gate.bounds(x.dtype)

@@ -1,6 +1,7 @@
 """Patch means of a map, worked out once: by the sweep that counts open pixels, or by the first layer to ask.
 
 They are remembered on the tensor itself, so layers that read the same map also share what they keep of it.
+Only on maps made on the way: not on a model's inputs, nor on features of its frozen part.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ __all__ = ["patch_means", "remember_means"]
 
 def patch_means(x: Tensor, grid: Grid) -> Tensor:
     """The mean of ``x`` over each patch; on a grid that was asked for before, the very same tensor."""
+    if x.grad_fn is None:  # the user's own tensor, who may refill it in ways that nobody sees
+        return pool(x, grid)
     known = _known(x)
     if grid.patches not in known:
         remember_means(x, grid, _from_finer(known, grid, x))
