@@ -147,7 +147,11 @@ def test_a_mistake_shows_no_traceback() -> None:
 def test_interrupting_exits_with_130() -> None:
     # A shell's background jobs, and so the tests in one, ignore SIGINT; what they start would inherit that.
     listening = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    command = [sys.executable, "-c", listening + "from gradfilter import cli; sys.exit(cli.main(sys.argv[1:]))"]
+    command = [
+        sys.executable,
+        "-c",
+        listening + "from gradfilter import cli; sys.exit(cli.main(sys.argv[1:]))",
+    ]
     with subprocess.Popen(
         [*command, "demo", "--steps", "100000"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
