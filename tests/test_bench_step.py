@@ -204,19 +204,19 @@ def test_a_killed_process_is_one_sentence() -> None:
     with worker.Worker(TINY, "exact") as running:
         running._process.kill()
         with pytest.raises(gf.GradFilterError, match="Batch 2 at 32 px is too large"):
-            running.step()
+            running()
 
 
 def test_a_process_that_fails_says_why() -> None:
     unknown = step.Settings("resnet-eighteen")
     with worker.Worker(unknown, "exact") as running, pytest.raises(gf.GradFilterError, match="eighteen"):
-        running.step()
+        running()
 
 
 def test_a_worker_leaves_nothing_behind() -> None:
     with worker.Worker(TINY, "filter") as running:
         assert running.facts()["kept_bytes"] > 0
-        assert min(running.step()) > 0
+        assert min(running()) > 0
     assert running._process.returncode is not None
 
 

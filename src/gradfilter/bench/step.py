@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from statistics import median
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ ARMS = (
 )
 BASELINES = ("inference", "exact")
 CLIP = 2.0
-WARM = 0.1  # seconds of untimed steps before a timed one
+WARM, TIMED = 0.1, 0.2  # seconds of untimed and of timed steps per turn, one step at least
 PARTS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
@@ -184,6 +185,14 @@ class Arm:
         self.optimizer.zero_grad(set_to_none=not keep_gradients)
         return Times(forward - start, backward - forward, self._now() - backward)
 
+    def turn(self) -> Times:
+        """Steps in a row, as in a training; untimed ones first: the caches are full of another arm."""
+        seconds(self, WARM)
+        taken, end = [self()], self._now() + TIMED
+        while self._now() < end:
+            taken.append(self())
+        return Times(*map(median, zip(*taken, strict=True)))
+
     def kept_bytes(self) -> int:
         with kept_bytes(self.model) as kept, torch.set_grad_enabled(self.trains):
             self.forward()
@@ -287,13 +296,18 @@ def measure(
     }
 
 
-Step = Callable[[], Times]
+class Step(Protocol):
+    """An arm, here or in a process of its own."""
+
+    def __call__(self) -> Times: ...
+
+    def turn(self) -> Times: ...
 
 
 def _prepare(
     case: Case, arms: list[str], workers: ExitStack | None, tell: Tell
 ) -> tuple[dict[str, Step], dict[str, dict[str, Any]]]:
-    """How to take a step of each arm that can be had, and what is known of each before."""
+    """Each arm that can be had, and what is known of each before."""
     steps: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(arms):
@@ -302,8 +316,8 @@ def _prepare(
         if workers is None:
             step, known = facts(name, case)
         else:
-            worker = workers.enter_context(Worker(case.settings, name))
-            step, known = worker.step, worker.facts()
+            step = workers.enter_context(Worker(case.settings, name))
+            known = step.facts()
         rows[name] = {"name": name} | known
         if step is not None and "unavailable" not in known:
             steps[name] = step
@@ -323,8 +337,7 @@ def facts(name: str, case: Case) -> tuple[Arm | None, dict[str, Any]]:
 def _times(settings: Settings, steps: dict[str, Step], tell: Tell) -> dict[str, list[Times]]:
     def take(name: str) -> Times:
         with settings.in_memory(name):
-            seconds(steps[name], WARM)  # the caches are full of another arm; in a training they are not
-            return steps[name]()
+            return steps[name].turn()
 
     calls = {name: partial(take, name) for name in steps}
     title, total = f"steps of {settings.model}", settings.rounds + WARMUP

@@ -23,7 +23,7 @@ KILLED = -9  # by the system, as it does when memory runs out
 
 
 class Worker:
-    """A process that has an arm ready and takes a step when asked. Use it in a ``with`` block."""
+    """A process that has an arm ready and takes steps when asked. Use it in a ``with`` block."""
 
     def __init__(self, settings: Settings, arm: str, surroundings: Mapping[str, str] | None = None) -> None:
         self.settings, self.arm = settings, arm
@@ -44,11 +44,18 @@ class Worker:
         found: dict[str, Any] = self._ask("facts")
         return found
 
-    def step(self) -> Times:
+    def __call__(self) -> Times:
         """Take one step."""
+        return self._times("step")
+
+    def turn(self) -> Times:
+        """Take a few steps; see ``Arm.turn``."""
+        return self._times("turn")
+
+    def _times(self, what: str) -> Times:
         from .step import Times
 
-        return Times(*self._ask("step"))
+        return Times(*self._ask(what))
 
     def peak(self) -> int:
         """Peak bytes of a few steps; see memory.py."""
@@ -106,7 +113,7 @@ def _answer(what: str, arm: Any) -> Any:
 
     if what == "peak":
         return peak_above(lambda: arm(keep_gradients=True), arm.held_bytes)
-    return arm()
+    return arm.turn() if what == "turn" else arm()
 
 
 if __name__ == "__main__":
