@@ -996,7 +996,7 @@ class Sign(methods.Method):
     def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
         return (1,) * geometry.spatial
 
-    def keep(self, x: Tensor, geometry: ConvGeometry) -> tuple[Tensor, ...]:
+    def keep(self, x: Tensor, geometry: ConvGeometry, memory: gf.Memory) -> tuple[Tensor, ...]:
         return (x.sign().to(torch.int8),)
 
     def gradients(

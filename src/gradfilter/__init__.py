@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from .errors import GradFilterError as GradFilterError
     from .methods import Exact as Exact
     from .methods import GradientFilter as GradientFilter
+    from .methods import Memory as Memory
     from .methods import Method as Method
     from .plans import Plan as Plan
     from .program import accelerate_ as accelerate_
     from .program import acceleration as acceleration
     from .program import split as split
+    from .state import load_method_state_ as load_method_state_
+    from .state import method_state as method_state
     from .surgery import apply_ as apply_
     from .surgery import restore_ as restore_
 
@@ -36,6 +39,7 @@ _HOMES = {
     "FeatureCache": "cache",
     "GradFilterError": "errors",
     "GradientFilter": "methods",
+    "Memory": "methods",
     "Method": "methods",
     "Plan": "plans",
     "accelerate_": "program",
@@ -45,6 +49,8 @@ _HOMES = {
     "cost": "costs",
     "count_fallbacks": "coarse",
     "kept_bytes": "costs",
+    "load_method_state_": "state",
+    "method_state": "state",
     "models": "",
     "plan": "costs",
     "restore_": "surgery",
@@ -56,6 +62,7 @@ __all__ = [
     "FeatureCache",
     "GradFilterError",
     "GradientFilter",
+    "Memory",
     "Method",
     "Plan",
     "accelerate_",
@@ -65,6 +72,8 @@ __all__ = [
     "cost",
     "count_fallbacks",
     "kept_bytes",
+    "load_method_state_",
+    "method_state",
     "models",
     "plan",
     "restore_",

@@ -16,8 +16,9 @@ from .coarse import count_fallbacks, densify
 from .errors import GradFilterError
 from .geometry import ConvGeometry
 from .grid import per_axis, pixels, pool
-from .methods import Exact, Method
+from .methods import Exact, Memory, Method
 from .ops.exact_conv import Gradients, Want
+from .ops.storage import Store
 from .plans import LayerPlan, Plan, table
 from .surgery import apply_plan, restore_
 
@@ -110,12 +111,16 @@ class _Recording(Method):
     method: Method
     record: _Record
     tokens: tuple[int, int] | None
+    store: Store
 
     def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
         return self._fitting(geometry).patches(geometry)
 
-    def keep(self, x: Tensor, geometry: ConvGeometry) -> tuple[Tensor, ...]:
-        return self._fitting(geometry).keep(x, geometry)
+    def forward(self, run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.method.forward(run, x, weight, bias)
+
+    def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
+        return self._fitting(geometry).keep(x, geometry, memory)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
@@ -155,7 +160,7 @@ def _run(model: nn.Module, batch: Any, loss: Loss, plan: Plan, *, exactly: bool)
 def _recorded(row: LayerPlan, records: dict[str, _Record], exactly: bool) -> LayerPlan:
     method = Exact() if exactly else row.method
     if row.name in records:
-        method = _Recording(method, records[row.name], row.method.tokens)
+        method = _Recording(method, records[row.name], row.method.tokens, method.store)
     return replace(row, method=method)
 
 

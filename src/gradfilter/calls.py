@@ -38,15 +38,6 @@ class Asked:
     channel: int = 1
     undo: Callable[[Tensor], Tensor] | None = None
 
-    @property
-    def why_exact(self) -> str:
-        """Why no method can serve this call, whatever the method."""
-        if self.run is not F.linear or self.geometry.spatial > 1:
-            return ""
-        if self.geometry.spatial == 0:
-            return "plain features have no map"
-        return f"the map behind {self.geometry.x_shape[2]} tokens is not known; set tokens=(H, W)"
-
 
 def asked(func: Any, args: Any, kwargs: Any, tokens: tuple[int, int] | None = None) -> Asked | None:
     """What ``func`` is asked to do; None if it is no layer's function, or cannot do it."""
@@ -60,10 +51,11 @@ def _linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, tokens: tuple[int, int] | None
 ) -> Asked:
     x, undo = input, None
-    if x.dim() == 3 and tokens and tokens[0] * tokens[1] == x.shape[1]:
+    if x.dim() == 1:
+        x, undo = x.unsqueeze(0), lambda y: y.squeeze(0)
+    elif x.dim() == 3 and tokens and tokens[0] * tokens[1] == x.shape[1]:
         x, undo = x.view(x.shape[0], *tokens, x.shape[2]), lambda y: y.flatten(1, 2)
-    lead = x.shape[0] if x.dim() > 1 else 1
-    geometry = ConvGeometry.pointwise((lead, x.shape[-1], *x.shape[1:-1]), len(weight))
+    geometry = ConvGeometry.pointwise((x.shape[0], x.shape[-1], *x.shape[1:-1]), len(weight))
     return Asked(F.linear, x, weight, bias, geometry, x.dim() - 1, undo)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .methods import Exact, Method
 from .plans import LayerCost, NormPolicy, Plan
 from .selection import Layers
-from .surgery import apply_plan, make_plan, trained_parameters
+from .surgery import Methods, apply_plan, make_plan, trained_parameters
 from .trace import Trace, kept_by, trace
 
 __all__ = ["cost", "kept_bytes", "plan"]
@@ -19,7 +19,7 @@ __all__ = ["cost", "kept_bytes", "plan"]
 
 def plan(
     model: nn.Module,
-    method: Method,
+    method: Methods,
     layers: Layers = "all",
     *,
     norm: NormPolicy = "fixed",
@@ -29,6 +29,8 @@ def plan(
 
     With an ``example`` input the layers are counted in the order they run and the table has costs: bytes kept
     and backward multiply-adds, exact backpropagation against the plan. Only the example's shape matters.
+
+    method: one for all layers, or a dict from globs to methods; the first that matches a layer is its own.
 
     norm: what happens to norms: "fixed" (statistics and affine stay), "affine" (scale and shift of the norms
     behind trained layers train) or "batch" (those also use and update batch statistics).
@@ -79,7 +81,8 @@ def _layer_cost(name: str, run: Trace, before: Trace, method: Method) -> LayerCo
     calls = before.calls[name]
     forward = sum(call.geometry.macs for call in calls)
     backward = sum(
-        (Exact() if call.why_exact else method).backward_macs(call.geometry, call.want) for call in calls
+        (Exact() if method.refuses(call.geometry) else method).backward_macs(call.geometry, call.want)
+        for call in calls
     )
     return LayerCost(run.kept[name], forward, backward)
 

@@ -213,6 +213,8 @@ def _why_alone(module: Any) -> str:
     kind = getattr(module, "gradfilter_base", type(module))
     if kind is not nn.Conv2d:
         return f"a {kind.__name__}; only nn.Conv2d itself is fused"
+    if not getattr(module, "gradfilter_method", Exact()).forward_is_exact:
+        return "its method has a forward of its own"
     if module.padding_mode != "zeros":
         return f"padding_mode is {module.padding_mode!r}"
     return f"padding={module.padding!r}" if isinstance(module.padding, str) else ""
@@ -292,7 +294,9 @@ def _run_trained(fused: FusedConv, x: Tensor) -> Tensor:
     kind = fused.activation
     run = None if kind.is_gate else kind.run_
     followers = Followers(fused.norm, None, run_activation=run, slope=kind.slope)
-    return run_layer(x, conv.weight, conv.bias, Call(fused.trained, geometry, method, 1, followers))
+    return run_layer(
+        x, conv.weight, conv.bias, Call(fused.trained, geometry, method, conv.gradfilter_memory, 1, followers)
+    )
 
 
 def _geometry(fused: FusedConv, x: Tensor) -> ConvGeometry:

@@ -37,6 +37,7 @@ class ConvAxis:
 class ConvGeometry:
     """Everything about one call of a layer that does not depend on the numbers in its tensors.
 
+    is_map: whether the spatial axes are those of a map; tokens behind a linear layer may be anything.
     For a transposed convolution ``axes`` describe the convolution it is the transpose of: from its output map
     to its input map.
     """
@@ -46,6 +47,7 @@ class ConvGeometry:
     axes: tuple[ConvAxis, ...]
     groups: int = 1
     transposed: bool = False
+    is_map: bool = True
 
     @cached_property
     def macs(self) -> int:
@@ -83,7 +85,7 @@ class ConvGeometry:
 
     @classmethod
     def pointwise(cls, x_shape: Sequence[int], channels_out: int) -> ConvGeometry:
-        """A linear layer over maps, seen as a 1x1 convolution of (N, C, spatial...)."""
+        """A linear layer, seen as a 1x1 convolution of (N, C, spatial...)."""
         n, _, *sizes = x_shape
         axes = tuple(ConvAxis(size, size, 1) for size in sizes)
-        return cls(tuple(x_shape), (n, channels_out, *sizes), axes)
+        return cls(tuple(x_shape), (n, channels_out, *sizes), axes, is_map=len(sizes) > 1)

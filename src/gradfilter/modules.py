@@ -10,12 +10,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 
 from .calls import Asked, asked
-from .methods import Exact, Method
+from .methods import Exact, Memory, Method
 from .ops.activation import Gate
 from .ops.layer import NOBODY, Call, Followers, run_layer
 from .region import region
@@ -66,23 +67,25 @@ class RegionLayer(RegionModule):
     """A convolution or linear layer whose backward belongs to a method."""
 
     gradfilter_method: Method
+    gradfilter_memory: Memory
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with _LayerCalls(self.gradfilter_method):
+        with _LayerCalls(self.gradfilter_method, self.gradfilter_memory):
             return super()._run(*args, **kwargs)
 
     def run_with(self, x: Tensor, followers: Followers) -> tuple[Tensor, bool]:
         """Run the layer, and as one node with it its followers if the second result says so."""
-        with _LayerCalls(self.gradfilter_method, followers) as calls:
+        with _LayerCalls(self.gradfilter_method, self.gradfilter_memory, followers) as calls:
             return super()._run(x), calls.ran_followers
 
 
 class _LayerCalls(TorchFunctionMode):
     """Inside a layer's forward: torch's convolution or linear function runs with the layer's method."""
 
-    def __init__(self, method: Method, followers: Followers = NOBODY) -> None:
+    def __init__(self, method: Method, memory: Memory, followers: Followers = NOBODY) -> None:
         super().__init__()
-        self.method, self.followers, self.ran_followers = method, followers, False
+        self.method, self.memory = method, memory
+        self.followers, self.ran_followers = followers, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,15 +93,18 @@ class _LayerCalls(TorchFunctionMode):
             torch._C.DisableTorchFunction()
         ):  # from here on the region's functions are plain ones, and faster
             call = asked(func, args, kwargs, self.method.tokens)
-            if call and not call.why_exact and (call.x.requires_grad or call.weight.requires_grad):
-                return self._run_layer(call)
+            if call is not None and any(
+                t is not None and t.requires_grad for t in (call.x, call.weight, call.bias)
+            ):
+                method = Exact() if self.method.refuses(call.geometry) else self.method
+                if not (func is F.linear and isinstance(method, Exact)):  # torch's own keeps as little
+                    return self._run_layer(call, method)
         return func(*args, **kwargs)
 
-    def _run_layer(self, call: Asked) -> Tensor:
-        method = Exact() if self.method.refuses(call.geometry) else self.method
+    def _run_layer(self, call: Asked, method: Method) -> Tensor:
         followers = NOBODY if call.undo else self.followers
         self.ran_followers = followers is not NOBODY
-        settings = Call(call.run, call.geometry, method, call.channel, followers)
+        settings = Call(call.run, call.geometry, method, self.memory, call.channel, followers)
         y = run_layer(call.x, call.weight, call.bias, settings)
         return call.undo(y) if call.undo else y
 

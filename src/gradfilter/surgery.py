@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,15 +19,16 @@ from .plans import Action, LayerPlan, NormPolicy, Plan
 from .selection import Layer, Layers, layers_of, select
 from .trace import Trace, trace
 
-__all__ = ["apply_", "apply_plan", "make_plan", "restore_", "trained_parameters"]
+__all__ = ["Methods", "apply_", "apply_plan", "make_plan", "restore_", "trained_parameters"]
 
 Model = TypeVar("Model", bound=nn.Module)
+Methods = Method | Mapping[str, Method]
 _RECORD = "gradfilter_record"
 
 
 def make_plan(
     model: nn.Module,
-    method: Method,
+    method: Methods,
     layers: Layers = "all",
     *,
     norm: NormPolicy = "fixed",
@@ -34,22 +38,44 @@ def make_plan(
     _check(model, method, norm)
     seen = None
     if example is not None:
-        seen = trace(model, example, lambda copied: copied.requires_grad_(True), lambda _: method.tokens)
+        tokens = partial(_tokens, method)
+        seen = trace(model, example, lambda copied: copied.requires_grad_(True), tokens)
     found = layers_of(model, seen)
     chosen = {layer.name for layer in select(found, layers)}
+    methods = {layer.name: _method_for(method, layer.name, layer.name in chosen) for layer in found}
+    chosen = {name for name in chosen if methods[name].trains or methods[name].trains_norm}
     rows, reached = [], False
     for layer in found:
         reached = reached or layer.name in chosen
-        rows.append(_row(layer, method, layer.name in chosen, reached))
-    norms = () if norm == "fixed" else _norms_behind(model, chosen, seen)
-    return Plan(tuple(rows), norm, norms)
+        rows.append(_row(layer, methods[layer.name], layer.name in chosen, reached))
+    owners = {name for name in chosen if norm != "fixed" or methods[name].trains_norm}
+    return Plan(tuple(rows), norm, _norms_behind(model, owners, seen) if owners else ())
 
 
-def _check(model: nn.Module, method: Method, norm: str) -> None:
+def _method_for(method: Methods, name: str, chosen: bool) -> Method:
+    """The method of one layer, where a mapping gives them by glob; the first that matches."""
+    if isinstance(method, Method):
+        return method
+    for pattern, own in method.items():
+        if fnmatchcase(name, pattern):
+            return own
+    if chosen:
+        raise PlanError(
+            f"No pattern of the methods matches layer {name}; add '*' with a method for the rest."
+        )
+    return Exact()
+
+
+def _tokens(method: Methods, name: str) -> tuple[int, int] | None:
+    return _method_for(method, name, False).tokens
+
+
+def _check(model: nn.Module, method: Methods, norm: str) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"A plan needs a torch.nn.Module, not {type(model).__name__}.")
-    if not isinstance(method, Method):
-        raise PlanError(f"A plan needs a method such as gf.GradientFilter(patch=2), not {method!r}.")
+    for own in method.values() if isinstance(method, Mapping) and method else [method]:
+        if not isinstance(own, Method):
+            raise PlanError(f"A plan needs a method such as gf.GradientFilter(patch=2), not {own!r}.")
     if norm not in ("fixed", "affine", "batch"):
         raise PlanError(f"norm must be 'fixed', 'affine' or 'batch', not {norm!r}.")
     _check_unchanged(model)
@@ -67,24 +93,19 @@ def _row(layer: Layer, method: Method, chosen: bool, reached: bool) -> LayerPlan
     if not reached:
         return LayerPlan(layer.name, kind, "frozen", Exact())
     action: Action = "train" if chosen else "pass"
-    reason = "" if isinstance(method, Exact) else _why_exact(layer)
-    own = Exact() if reason else method.for_layer(layer.name)
-    refusals = [own.refuses(geometry) for geometry in _geometries(layer)]
-    reason = reason or next(filter(None, refusals), "")
+    geometries = _geometries(layer)
+    own = method if any(map(method.refuses, geometries)) else method.for_layer(layer.name)
+    reason = next(filter(None, map(own.refuses, geometries)), "")
     return LayerPlan(layer.name, kind, action, Exact() if reason else own, reason)
-
-
-def _why_exact(layer: Layer) -> str:
-    if not layer.calls:
-        return "plain features have no map" if layer.head else ""
-    return next((call.why_exact for call in layer.calls if call.why_exact), "")
 
 
 def _geometries(layer: Layer) -> list[ConvGeometry]:
     """Those of the layer's calls; where they are not known, one of a likely size."""
     conv: Any = layer.module
-    if layer.calls or isinstance(conv, nn.Linear):
+    if layer.calls:
         return [call.geometry for call in layer.calls]
+    if isinstance(conv, nn.Linear):  # a head is known to read plain features
+        return [ConvGeometry.pointwise((1, conv.in_features), conv.out_features)] if layer.head else []
     shape = (1, conv.in_channels, *[64] * len(conv.kernel_size))
     output_padding = conv.output_padding if conv.transposed else None
     settings = (conv.stride, conv.padding, conv.dilation, conv.groups, output_padding)
@@ -106,9 +127,13 @@ def _norms_behind(model: nn.Module, trained: set[str], seen: Trace | None) -> tu
 def trained_parameters(model: nn.Module, plan: Plan) -> set[int]:
     """The ids of the parameters that train."""
     modules = dict(model.named_modules())
-    return {
-        id(parameter) for name in (*plan.trained, *plan.norms) for parameter in modules[name].parameters()
-    }
+    ids = {id(parameter) for name in plan.norms for parameter in modules[name].parameters()}
+    for row in plan.rows:
+        for name, parameter in modules[row.name].named_parameters() if row.action == "train" else ():
+            # a reparametrised layer has others in place of its weight
+            if ("bias" if name == "bias" else "weight") in row.method.trains:
+                ids.add(id(parameter))
+    return ids
 
 
 def apply_plan(model: Model, plan: Plan) -> Model:
@@ -175,6 +200,7 @@ def _change(module: nn.Module, method: Method | None, fixed: bool) -> None:
     module.__dict__[_RECORD] = {"training": module.training, "requires_grad": flags}
     if method:
         module.__dict__["gradfilter_method"] = method
+        module.__dict__["gradfilter_memory"] = {}
     if fixed:
         module.training = False
 
@@ -205,7 +231,7 @@ def restore_(model: Model) -> Model:
 
 def apply_(
     model: Model,
-    plan: Plan | Method,
+    plan: Plan | Methods,
     layers: Layers | None = None,
     *,
     norm: NormPolicy | None = None,
@@ -213,8 +239,10 @@ def apply_(
 ) -> Model:
     """Train the planned layers of a model with their methods and freeze the rest; returns the model.
 
-    Give a plan, or a method and the layers to plan for ("all" if not said). Only classes, ``requires_grad``
-    and the mode of batch norms change: parameters, state-dict keys and hooks stay; ``restore_`` undoes it.
+    Give a plan, or a method and the layers to plan for ("all" if not said); methods can also be given by
+    layer, as a dict from globs to methods, of which the first that matches counts. Only classes,
+    ``requires_grad`` and the mode of batch norms change: parameters, state-dict keys and hooks stay;
+    ``restore_`` undoes it.
 
     >>> import gradfilter as gf
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))

@@ -29,11 +29,10 @@ Tokens = Callable[[str], tuple[int, int] | None]  # by layer name: height and wi
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer; ``why_exact`` says why no method can serve it, if so."""
+    """One call of a layer."""
 
     geometry: ConvGeometry
     want: Want
-    why_exact: str
 
 
 @dataclass
@@ -106,7 +105,7 @@ class _NoteCalls(TorchFunctionMode):
         call = asked(func, args, kwargs, self.tokens(name))
         if call is not None:
             want = Want(call.x.requires_grad, call.weight.requires_grad)
-            self.found.calls[name].append(LayerCall(call.geometry, want, call.why_exact))
+            self.found.calls[name].append(LayerCall(call.geometry, want))
         return func(*args, **kwargs)
 
 

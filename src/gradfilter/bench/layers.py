@@ -150,7 +150,7 @@ def _backward(
     method: Method, x: Tensor, grad: Tensor, weight: Tensor, geometry: ConvGeometry
 ) -> Callable[[], object]:
     """Both gradients from what the layer kept. For ``Exact`` that is one aten.convolution_backward."""
-    kept = method.keep(x, geometry)
+    kept = method.keep(x, geometry, {})
     grid = geometry.output_grid(method.patches(geometry))
     if not grid.is_dense:
         grad = CoarseGradient(onto(grad, grid), grid)

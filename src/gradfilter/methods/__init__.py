@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .base import Method
+from .base import Memory, Method
 from .exact import Exact
 from .gradient_filter import GradientFilter
 
-__all__ = ["METHODS", "Exact", "GradientFilter", "Method"]
+__all__ = ["METHODS", "Exact", "GradientFilter", "Memory", "Method"]
 
 METHODS: dict[str, type[Method]] = {
     "exact": Exact,

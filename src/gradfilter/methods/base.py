@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import ClassVar
 
 from torch import Tensor
 
+from ..coarse import densify
 from ..geometry import ConvGeometry
-from ..ops.exact_conv import Gradients, Want
+from ..ops.exact_conv import Gradients, Want, exact_backward
+from ..ops.storage import Store
 
-__all__ = ["Method"]
+__all__ = ["Memory", "Method"]
+
+Memory = dict[str, Tensor]  # what a layer's method remembers from step to step; ``gf.method_state`` saves it
 
 
 class Method(ABC):
     """A value (frozen dataclass) that says what a convolution or linear layer keeps and computes.
 
-    Layers are seen as convolutions of (N, C, spatial...); a linear layer over maps is a 1x1 convolution.
+    Layers are seen as convolutions of (N, C, spatial...); a linear layer is a 1x1 convolution over what is
+    between its first and last dimension. The gradient of the input is exact unless a method says otherwise.
     """
 
+    trains: ClassVar[frozenset[str]] = frozenset({"weight", "bias"})  # which parameters of a layer
+    trains_norm: ClassVar[bool] = False  # also those of the norm behind it
+    forward_is_exact: ClassVar[bool] = True
+    bytes_depend_on_data: ClassVar[bool] = False  # then costs are the most it may keep
     tokens: tuple[int, int] | None = None
+    store: Store = "same"
 
     def __str__(self) -> str:
         """Short: the first setting, and those that differ from their defaults."""
@@ -39,20 +50,32 @@ class Method(ABC):
         """Why this layer must stay exact, or None."""
         return None
 
-    @abstractmethod
     def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
         """The patch per spatial axis on which the gradient of the output is wanted; ones mean dense."""
+        return (1,) * geometry.spatial
+
+    def forward(self, run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output; ``run`` is the plain layer."""
+        return run(x, weight, bias)
 
     @abstractmethod
-    def keep(self, x: Tensor, geometry: ConvGeometry) -> tuple[Tensor, ...]:
+    def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
         """What the forward keeps of the input for the weight gradient."""
 
-    @abstractmethod
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
     ) -> Gradients:
         """Gradients of input and weight; ``grad`` and the input gradient may be coarse or dense."""
+        grad = densify(grad)
+        x_grad = exact_backward(grad, None, weight, geometry, Want(True, False)).x if want.x else None
+        return Gradients(x_grad, self.weight_gradient(grad, kept, weight, geometry) if want.weight else None)
 
-    @abstractmethod
+    def weight_gradient(
+        self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry
+    ) -> Tensor:
+        """The gradient of the weight, from the dense one of the output."""
+        raise NotImplementedError(f"{type(self).__name__} has neither gradients nor weight_gradient.")
+
     def backward_macs(self, geometry: ConvGeometry, want: Want) -> int:
         """Multiply-adds of ``gradients``."""
+        return geometry.macs * (want.x + want.weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..coarse import densify
 from ..geometry import ConvGeometry
 from ..ops.exact_conv import Gradients, Want, exact_backward
-from .base import Method
+from .base import Memory, Method
 
 __all__ = ["Exact"]
 
@@ -23,16 +23,10 @@ class Exact(Method):
     Exact()
     """
 
-    def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
-        return (1,) * geometry.spatial
-
-    def keep(self, x: Tensor, geometry: ConvGeometry) -> tuple[Tensor, ...]:
+    def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
         return (x,)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
     ) -> Gradients:
         return exact_backward(densify(grad), kept[0] if kept else None, weight, geometry, want)
-
-    def backward_macs(self, geometry: ConvGeometry, want: Want) -> int:
-        return geometry.macs * (want.x + want.weight)

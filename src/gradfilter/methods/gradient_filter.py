@@ -17,7 +17,7 @@ from ..grid import per_axis
 from ..ops.coarse_conv import coarse_backward, coarse_macs
 from ..ops.exact_conv import Gradients, Want, exact_backward
 from ..ops.means import patch_means
-from .base import Method
+from .base import Memory, Method
 
 __all__ = ["GradientFilter"]
 
@@ -66,7 +66,9 @@ class GradientFilter(Method):
 
     def refuses(self, geometry: ConvGeometry) -> str | None:
         if geometry.spatial == 0:
-            return "plain features have no map to average over"
+            return "plain features have no map"
+        if not geometry.is_map:
+            return f"the map behind {geometry.x_shape[2]} tokens is not known; set tokens=(H, W)"
         if isinstance(self.patch, tuple) and len(self.patch) != geometry.spatial:
             return f"patch {self.patch} has {len(self.patch)} numbers but the map has {geometry.spatial} axes"
         return None
@@ -76,7 +78,7 @@ class GradientFilter(Method):
             return (1,) * geometry.spatial
         return self._sides(geometry)
 
-    def keep(self, x: Tensor, geometry: ConvGeometry) -> tuple[Tensor, ...]:
+    def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
         sides = self._sides(geometry)
         return (x if prod(sides) == 1 else patch_means(x, geometry.input_grid(sides)),)
 

@@ -31,6 +31,8 @@ def exact_backward(
 ) -> Gradients:
     """torch's own convolution backward; ``x`` may be missing where only its shape matters."""
     axes = geometry.axes
+    if not 0 < len(axes) < 4:
+        return _linear(grad, x, weight, want)
     source = grad.new_empty(1).expand(geometry.x_shape) if x is None else x
     padding = [axis.pad for axis in axes]
     ends = [axis.pad_end for axis in axes]
@@ -56,6 +58,15 @@ def exact_backward(
         [want.x, want.weight, False],
     )
     return Gradients(x_grad, weight_grad)
+
+
+def _linear(grad: Tensor, x: Tensor | None, weight: Tensor, want: Want) -> Gradients:
+    """A linear layer over more axes than torch's convolutions know, or over none."""
+    kernel = weight.flatten(1)
+    x_grad = torch.einsum("no...,oc->nc...", grad, kernel) if want.x else None
+    if x is None or not want.weight:
+        return Gradients(x_grad, None)
+    return Gradients(x_grad, torch.einsum("no...,nc...->oc", grad, x).view(weight.shape))
 
 
 def _exact_uneven(grad: Tensor, x: Tensor, weight: Tensor, geometry: ConvGeometry, want: Want) -> Gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ from .activation import Gate, SlopeKind
 from .exact_conv import Want
 from .norm import fixed_scale
 from .refusal import first_derivative_only
+from .storage import packed, unpacked
 
 if TYPE_CHECKING:
-    from ..methods import Method
+    from ..methods import Memory, Method
 
 __all__ = ["Call", "Followers", "run_layer"]
 
@@ -43,11 +44,15 @@ NOBODY = Followers(None, None)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer: its geometry and method; ``channel`` is the dimension of x that holds channels."""
+    """One call of a layer: its geometry, its method, and what that remembers from earlier calls.
+
+    channel: the dimension of x that holds channels.
+    """
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     geometry: ConvGeometry
     method: Method
+    memory: Memory
     channel: int = 1
     followers: Followers = NOBODY
 
@@ -72,11 +77,12 @@ class _Layer(torch.autograd.Function):
         ends_at: str | None,
     ) -> Tensor:
         geometry, method, followers = call.geometry, call.method, call.followers
-        y = call.forward(x, weight, bias)
-        kept: tuple[Tensor, ...] = ()
+        y = method.forward(call.forward, x, weight, bias)
+        kept: Sequence[Tensor] = ()
         if ctx.needs_input_grad[1]:
             maps = x if call.channel == 1 else x.movedim(call.channel, 1)
-            kept = tuple(k.to(y.dtype) if k.dtype == x.dtype else k for k in method.keep(maps, geometry))
+            found = method.keep(maps, geometry, call.memory)
+            kept = packed([k.to(y.dtype) if k.dtype == x.dtype else k for k in found], method.store)
         sides = method.patches(geometry)
         ctx.grid = Grid.of(tuple(y.shape), (1, 1, *sides) if call.channel == 1 else (1, *sides, 1))
         ctx.wanted = ctx.grid.patches
@@ -111,6 +117,7 @@ class _Layer(torch.autograd.Function):
                 weight = weight.to(grad.dtype)
             kernel = weight if call.channel == 1 else weight.view(*weight.shape, *[1] * call.geometry.spatial)
             want = Want(need_x, need_weight)
+            kept = unpacked(kept, call.method.store, grad.dtype)
             x_grad, weight_grad = call.method.gradients(maps, kept, kernel, call.geometry, want)
         if x_grad is not None:
             x_grad = x_grad if ctx.coarse_input else leave_grid(x_grad, ctx.ends_at)

@@ -1,0 +1,47 @@
+"""What methods remember from step to step, for checkpoints; a state dict stays the plain model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from .errors import GradFilterError, nearest
+
+__all__ = ["load_method_state_", "method_state"]
+
+
+def method_state(model: nn.Module) -> dict[str, Tensor]:
+    """What the methods of a model remember, by layer and name; save it beside the state dict to resume.
+
+    >>> import torch, gradfilter as gf
+    >>> model = gf.apply_(gf.models.build("tiny"), gf.GradientFilter(patch=2))
+    >>> gf.method_state(model)
+    {}
+    """
+    return {
+        f"{name}:{key}": value
+        for name, module in model.named_modules()
+        for key, value in module.__dict__.get("gradfilter_memory", {}).items()
+    }
+
+
+def load_method_state_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give the methods of a model what ``method_state`` saved; all or nothing."""
+    memories = {
+        name: module.__dict__["gradfilter_memory"]
+        for name, module in model.named_modules()
+        if "gradfilter_memory" in module.__dict__
+    }
+    for path in state:
+        layer = path.rpartition(":")[0]
+        if layer not in memories:
+            raise GradFilterError(
+                f"The method state is for another plan: layer {layer} has no method here."
+                f"{nearest(layer, list(memories))}"
+            )
+    for memory in memories.values():
+        memory.clear()
+    for path, value in state.items():
+        layer, _, key = path.rpartition(":")
+        memories[layer][key] = value.clone()

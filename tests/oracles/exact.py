@@ -1,0 +1,7 @@
+"""Exact backpropagation."""
+
+from gradfilter import Exact
+
+from . import Sample, exact
+
+SAMPLES = [Sample(Exact(), exact)]
