@@ -171,8 +171,9 @@ def _add_model(parser: argparse.ArgumentParser, *, size: int) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a name; `gradfilter models` lists most")
     add("--layers", default="last:4", help='which train: "last:4" (default), "all", "layer4.*" ...')
-    add("--patch", type=_count, default=2, help="side of the patches (default: 2)")
+    add("--patch", type=_count, default=2, help="gradient filtering: side of the patches (default: 2)")
     add("--taps", choices=["overlap", "collapse"], default="overlap", help="default: overlap")
+    add("--method", help='another method, as in docs/methods.md: "Quantized(bits=4)" ...')
     add("--size", type=_count, default=size, help=f"side of the pictures (default: {size})")
     add("--classes", type=_count, help="outputs of the model (default: as usual)")
     add("--weights", metavar="FILE", help="weights, .safetensors or .pth (default: random)")
@@ -187,8 +188,10 @@ def _model(arguments: argparse.Namespace) -> nn.Module:
 def _planned(arguments: argparse.Namespace, model: nn.Module, example: Tensor) -> Plan:
     from .costs import plan
     from .methods import GradientFilter
+    from .methods.text import method_from
 
-    method = GradientFilter(arguments.patch, arguments.taps)
+    patch, taps = arguments.patch, arguments.taps
+    method = method_from(arguments.method) if arguments.method else GradientFilter(patch, taps)
     return plan(model, method, arguments.layers, norm=arguments.norm, example=example)
 
 

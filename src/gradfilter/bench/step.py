@@ -3,7 +3,7 @@
 An arm is a way to train, and what is added to it:
 
 - ``inference``: no training; ``exact-all``: plain PyTorch, all layers; ``exact``: plain PyTorch, the selected
-  layers; ``filter``: the selected layers with ``GradientFilter``;
+  layers; ``filter``: the selected layers with ``GradientFilter``, or the method that is asked for;
 - ``+prefix``: with ``gf.accelerate_``; ``+cache``: from the features of the frozen prefix, computed before.
 
 Every model is in eval mode and channels-last, so batch norms are fixed and dropout is off in all arms.
@@ -27,7 +27,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from ..costs import kept_bytes, plan
 from ..errors import GradFilterError, nearest
-from ..methods import Exact, GradientFilter
+from ..methods import Exact, GradientFilter, Method
+from ..methods.text import method_from
 from ..models import build
 from ..plans import Plan, format_bytes, format_count
 from ..progress import Tell, silent
@@ -67,6 +68,7 @@ class Settings:
     layers: str = "last:4"
     patch: int = 2
     taps: Literal["overlap", "collapse"] = "overlap"
+    method: str | None = None  # as text; another one than GradientFilter with the two above
     batch: int = 8
     size: int = 224
     classes: int | None = None
@@ -75,6 +77,10 @@ class Settings:
     device: str = "cpu"
     threads: int = 2
     rounds: int = 9
+
+    @property
+    def chosen_method(self) -> Method:
+        return method_from(self.method) if self.method else GradientFilter(self.patch, self.taps)
 
     @contextmanager
     def in_memory(self, arm: str) -> Iterator[None]:
@@ -113,7 +119,7 @@ class Case:
         """What an arm of this kind trains, and how."""
         if kind not in self._plans:
             s = self.settings
-            method = GradientFilter(s.patch, s.taps) if kind == "filter" else Exact()
+            method = s.chosen_method if kind == "filter" else Exact()
             layers = s.layers if kind in ("exact", "filter") else "all"
             self._plans[kind] = plan(self.model, method, layers, example=self._example)
         return self._plans[kind]
