@@ -32,7 +32,7 @@ CONVERGED = 1e-4
 
 
 def by_variance(variance: float) -> Enough:
-    """The smallest rank that explains this share of the energy; at least 1, also of nothing.
+    """The smallest rank that explains this share of the energy; 1 if there is none.
 
     >>> values = torch.tensor([4.0, 3.0, 2.0, 1.0])
     >>> [by_variance(v)(values, values.sum()) for v in (0.4, 0.5, 0.7, 0.95)]
@@ -40,7 +40,7 @@ def by_variance(variance: float) -> Enough:
     """
 
     def enough(values: Tensor, total: Tensor) -> int:
-        explained = values.double().clamp(min=0).cumsum(0)
+        explained = values.double().cumsum(0)
         return int((explained < variance * total.double()).sum()) + 1
 
     return enough
@@ -57,36 +57,43 @@ def can_decompose(x: Tensor) -> bool:
     >>> [can_decompose(x) for x in (torch.ones(2, 3), torch.full((2, 3), torch.nan), torch.ones(0))]
     [True, False, False]
     """
-    return x.numel() > 0 and not x.is_meta and bool(torch.linalg.vector_norm(x).square().isfinite())
+    return x.numel() > 0 and not x.is_meta and bool(_energy(x).isfinite())
 
 
 def leading(x: Tensor, mode: int, enough: Enough) -> Tensor:
     """An orthonormal basis (size, rank) of the leading directions of a mode, largest first."""
-    size, others = x.shape[mode], other_modes(x, mode)
-    if size <= others:
-        return _leading_vectors(mode_gram(x, mode), enough)
-    unfolded = x.movedim(mode, 0).flatten(1)  # more rows than columns: decompose the smaller side
-    right = _leading_vectors(unfolded.t() @ unfolded, enough)
-    return orthonormal(unfolded @ right)
+    found = _by_iteration(x, mode, enough) if min(x.shape[mode], other_modes(x, mode)) > DENSE else None
+    if found is None:
+        values, vectors = spectrum(x, mode)
+        found = vectors[:, : min(enough(values, values.double().sum()), len(values))]
+    return found.contiguous()
 
 
 def spectrum(x: Tensor, mode: int) -> tuple[Tensor, Tensor]:
     """All squared singular values of an unfolding, largest first, and the directions that belong to them."""
-    values, vectors = torch.linalg.eigh(mode_gram(x, mode))
-    return values.flip(0), vectors.flip(1)
+    if x.shape[mode] <= other_modes(x, mode):
+        values, vectors = torch.linalg.eigh(mode_gram(x, mode))
+        return values.flip(0).clamp(min=0), vectors.flip(1)
+    unfolded = x.movedim(mode, 0).flatten(1)  # more rows than columns: decompose the smaller side
+    values, right = torch.linalg.eigh(unfolded.t() @ unfolded)
+    return values.flip(0).clamp(min=0), orthonormal(unfolded @ right.flip(1))
 
 
 def iterated(x: Tensor, mode: int, basis: Tensor) -> Tensor:
     """One step of subspace iteration: the basis moves towards the leading directions of the mode."""
-    if x.shape[mode] <= 2 * basis.shape[1]:
-        image = mode_gram(x, mode) @ basis
-    else:
-        image = mode_cross(x, mode_product(x, basis.t(), mode), mode)
+    image = _image(x, mode, basis)
     # Directions the tensor does not have come out as zero; a little noise, of the size of rounding errors,
     # makes them random rather than axes that may stay unused for ever.
     largest = image.abs().amax()
     noise = torch.where(largest > 0, 8 * torch.finfo(x.dtype).eps * largest, 1.0)
     return orthonormal(image + noise * random_start(len(basis), basis.shape[1], x))
+
+
+def _image(x: Tensor, mode: int, basis: Tensor) -> Tensor:
+    """The unfolding times its transpose times the basis."""
+    if x.shape[mode] <= 2 * basis.shape[1]:
+        return mode_gram(x, mode) @ basis
+    return mode_cross(x, mode_product(x, basis.t(), mode), mode)
 
 
 def orthonormal(columns: Tensor) -> Tensor:
@@ -98,32 +105,29 @@ def orthonormal(columns: Tensor) -> Tensor:
 def random_start(rows: int, columns: int, like: Tensor) -> Tensor:
     """The same random matrix whenever it is asked for; torch's global random state is left alone."""
     random = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, columns, generator=random, dtype=torch.float64).to(like)
+    return torch.randn(rows, columns, generator=random, dtype=like.dtype).to(like.device)
 
 
-def _leading_vectors(gram: Tensor, enough: Enough) -> Tensor:
-    found = _by_iteration(gram, enough) if len(gram) > DENSE else None
-    if found is None:
-        values, vectors = torch.linalg.eigh(gram)
-        rank = min(enough(values.flip(0), gram.trace()), len(gram))
-        found = vectors[:, len(gram) - rank :].flip(1)
-    return found.contiguous()
+def _energy(x: Tensor) -> Tensor:
+    """The sum of squares."""
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norm.square()
 
 
-def _by_iteration(gram: Tensor, enough: Enough) -> Tensor | None:
-    """Subspace iteration with spare directions; None where the whole decomposition is cheaper."""
-    total, size, block = gram.trace(), len(gram), BLOCK
-    image = random_start(size, block, gram)
+def _by_iteration(x: Tensor, mode: int, enough: Enough) -> Tensor | None:
+    """Subspace iteration with spare directions; None where decomposing the whole Gram matrix is cheaper."""
+    size, block, total = x.shape[mode], BLOCK, _energy(x)
+    image = random_start(size, block, x)
     for _ in range(ROUNDS):
         basis = orthonormal(image)
-        image = gram @ basis
+        image = _image(x, mode, basis)
         values, turn = (t.flip(-1) for t in torch.linalg.eigh(basis.t() @ image))
         rank = enough(values, total)
         if SPARE * rank > block:
             block = max(2 * block, SPARE * rank if rank <= block else 0)
-            if block > size // 3:
+            if block > min(size, other_modes(x, mode)) // 3:
                 return None
-            image = torch.cat([image, random_start(size, block - image.shape[1], gram)], 1)
+            image = torch.cat([image, random_start(size, block - image.shape[1], x)], 1)
             continue
         wanted: Tensor = basis @ turn[:, :rank]
         misfit = image @ turn[:, :rank] - wanted * values[:rank]

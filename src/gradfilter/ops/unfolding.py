@@ -41,8 +41,8 @@ def mode_product(x: Tensor, matrix: Tensor, mode: int) -> Tensor:
     before, after = moved.shape[:place], moved.shape[place + 1 :]
     blocks = _blocks(x, order, mode)
     if blocks.shape[0] > 1 and blocks.shape[2] < FEWEST_COLUMNS:
-        made = (blocks.transpose(1, 2) @ matrix.t()).reshape(*before, *after, len(matrix))
-        made = made.movedim(-1, place)
+        rows = blocks.transpose(1, 2).reshape(-1, x.shape[mode])
+        made = (rows @ matrix.t()).reshape(*before, *after, len(matrix)).movedim(-1, place)
     else:
         made = (matrix @ blocks).reshape(*before, len(matrix), *after)
     return made.permute([order.index(i) for i in range(x.dim())])
