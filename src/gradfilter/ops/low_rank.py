@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..geometry import ConvGeometry
 from .subspace import Enough, leading
-from .unfolding import at_least_float32, mode_product
+from .unfolding import at_least_float32, balanced, mode_product
 from .weight import exact_weight_gradient
 
 __all__ = ["batch_factors", "factors_macs", "factors_weight_gradient", "most_macs"]
 
 
 def batch_factors(x: Tensor, enough: Enough) -> tuple[Tensor, Tensor] | None:
-    """U (N, k) and U^T x (k, C, spatial...), which is Sigma V^T; None if they are not smaller than x."""
+    """U (N, k) and Sigma V^T = U^T x (k, C, spatial...), up to scale; None if they are not smaller than x."""
     full = at_least_float32(x)
     shares = leading(full, 0, enough)
     if shares.shape[1] > _largest_rank(tuple(x.shape)):
         return None
-    maps = mode_product(full, shares.t(), 0)
+    maps, shares = balanced(mode_product(full, shares.t(), 0), shares)
     return shares.to(x.dtype), maps.to(x.dtype)
 
 

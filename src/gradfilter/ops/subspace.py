@@ -66,7 +66,7 @@ def leading(x: Tensor, mode: int, enough: Enough) -> Tensor:
     if found is None:
         values, vectors = spectrum(x, mode)
         found = vectors[:, : min(enough(values, values.double().sum()), len(values))]
-    return found.contiguous()
+    return found.clone(memory_format=torch.contiguous_format)  # never a part of something larger
 
 
 def spectrum(x: Tensor, mode: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import ConvAxis, ConvGeometry
-from .unfolding import at_least_float32, mode_product
+from .unfolding import at_least_float32, balanced, mode_product
 from .weight import exact_weight_gradient
 
 __all__ = ["compress", "contraction_macs", "is_smaller", "stored_elements", "tucker_weight_gradient"]
@@ -31,16 +31,10 @@ def is_smaller(shape: Sequence[int], ranks: Sequence[int]) -> bool:
 
 
 def compress(x: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The core of ``x`` in these orthonormal factors, and the factors.
-
-    The core's scale is shared with the first factor: float16 could not hold all of it.
-    """
+    """The core of ``x`` in these orthonormal factors, and the factors; the first takes some of its scale."""
     core = _multiplied(at_least_float32(x), {mode: f.t() for mode, f in enumerate(factors)})
-    largest = core.abs().amax()
-    scale = torch.where(largest > 0, largest.sqrt(), 1.0)
-    first, *others = factors
-    made = (core / scale, first * scale, *others)
-    return tuple(t.to(x.dtype).contiguous() for t in made)
+    core, first = balanced(core.contiguous(), factors[0])
+    return tuple(t.to(x.dtype) for t in (core, first, *factors[1:]))
 
 
 def tucker_weight_gradient(

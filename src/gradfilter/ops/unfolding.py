@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_float32", "mode_cross", "mode_gram", "mode_product", "other_modes"]
+__all__ = ["at_least_float32", "balanced", "mode_cross", "mode_gram", "mode_product", "other_modes"]
 
 FEWEST_COLUMNS = 32  # a batch of narrower products is slower than one product of a copy
 
@@ -18,6 +18,13 @@ FEWEST_COLUMNS = 32  # a batch of narrower products is slower than one product o
 def at_least_float32(x: Tensor) -> Tensor:
     """Half types lack kernels, and the digits that sums of squares need."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def balanced(core: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Core and factor with the core's scale shared between them: float16 could not hold all of it in one."""
+    largest = core.abs().amax()
+    scale = torch.where(largest > 0, largest.sqrt(), 1.0)
+    return core / scale, factor * scale
 
 
 def other_modes(x: Tensor, mode: int) -> int:
