@@ -25,7 +25,7 @@ Enough = Callable[[Tensor, Tensor], int]
 those are too few to tell."""
 
 DENSE = 384  # Gram matrices up to this size are decomposed as a whole
-BLOCK = 64  # directions iterated at first in larger ones
+BLOCK = 32  # directions iterated at first in larger ones
 SPARE = 3  # iterated directions per wanted one: what decides how fast the wanted ones converge
 ROUNDS = 12
 CONVERGED = 1e-4
