@@ -20,14 +20,18 @@ if TYPE_CHECKING:
     from .costs import kept_bytes as kept_bytes
     from .costs import plan as plan
     from .errors import GradFilterError as GradFilterError
+    from .methods import HOSVD as HOSVD
+    from .methods import SVD as SVD
     from .methods import Exact as Exact
     from .methods import GradientFilter as GradientFilter
     from .methods import Memory as Memory
     from .methods import Method as Method
+    from .methods import SubspaceIteration as SubspaceIteration
     from .plans import Plan as Plan
     from .program import accelerate_ as accelerate_
     from .program import acceleration as acceleration
     from .program import split as split
+    from .ranks import choose_ranks as choose_ranks
     from .state import load_method_state_ as load_method_state_
     from .state import method_state as method_state
     from .surgery import apply_ as apply_
@@ -39,13 +43,17 @@ _HOMES = {
     "FeatureCache": "cache",
     "GradFilterError": "errors",
     "GradientFilter": "methods",
+    "HOSVD": "methods",
     "Memory": "methods",
     "Method": "methods",
     "Plan": "plans",
+    "SVD": "methods",
+    "SubspaceIteration": "methods",
     "accelerate_": "program",
     "acceleration": "program",
     "analyze": "analysis",
     "apply_": "surgery",
+    "choose_ranks": "ranks",
     "cost": "costs",
     "count_fallbacks": "coarse",
     "kept_bytes": "costs",
@@ -58,6 +66,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "HOSVD",
+    "SVD",
     "Exact",
     "FeatureCache",
     "GradFilterError",
@@ -65,10 +75,12 @@ __all__ = [
     "Memory",
     "Method",
     "Plan",
+    "SubspaceIteration",
     "accelerate_",
     "acceleration",
     "analyze",
     "apply_",
+    "choose_ranks",
     "cost",
     "count_fallbacks",
     "kept_bytes",

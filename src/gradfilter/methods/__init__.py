@@ -5,10 +5,16 @@ from __future__ import annotations
 from .base import Memory, Method
 from .exact import Exact
 from .gradient_filter import GradientFilter
+from .hosvd import HOSVD
+from .subspace import SubspaceIteration
+from .svd import SVD
 
-__all__ = ["METHODS", "Exact", "GradientFilter", "Memory", "Method"]
+__all__ = ["HOSVD", "METHODS", "SVD", "Exact", "GradientFilter", "Memory", "Method", "SubspaceIteration"]
 
 METHODS: dict[str, type[Method]] = {
     "exact": Exact,
     "filter": GradientFilter,
+    "svd": SVD,
+    "hosvd": HOSVD,
+    "subspace": SubspaceIteration,
 }
