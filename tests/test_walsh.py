@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ import gradfilter as gf
 from gradfilter.errors import PlanError
 from gradfilter.ops import walsh
 from gradfilter.ops.walsh import Basis
+from gradfilter.spectral import SpectralGradient
 from oracle import Layer
 from oracles import Problem
 from oracles.walsh import functions, low_pass, smoothed
@@ -335,3 +337,212 @@ def test_what_is_larger_than_the_input_is_noticed() -> None:
     with Largest() as seen:
         torch.stack([x * sign for sign in (1, -1)])
     assert seen.bytes == 2 * 4 * x.numel()
+
+
+# Coefficients stay coefficients from layer to layer
+
+
+class Inverted(nn.Module):
+    """MobileNetV2's block: widen, filter each channel, narrow."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        wide = 3 * channels
+        self.body = nn.Sequential(
+            *(nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()),
+            *(nn.Conv2d(wide, wide, 3, padding=1, groups=wide), nn.BatchNorm2d(wide), nn.ReLU6()),
+            *(nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Block(nn.Module):
+    """Two 1x1 convolutions with their norms beside the identity, and nothing that is not linear."""
+
+    def __init__(self, channels: int, between: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 1), nn.BatchNorm2d(channels)
+        self.between = between
+        self.pair = nn.Sequential(nn.Conv2d(channels, channels, 1, groups=2), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pair(self.between(self.norm(self.conv(x))))
+
+
+class Tokens(nn.Module):
+    """Linear layers over maps (N, H, W, C), without and with something between them."""
+
+    def __init__(self, channels: int, between: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(channels, channels), nn.Linear(channels, channels)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.movedim(1, -1)
+        return (y + self.two(self.between(self.one(y)))).movedim(-1, 1)
+
+
+def net(kind: type[nn.Module], between: type[nn.Module]) -> nn.Module:
+    torch.default_generator.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), kind(4, between()), kind(4, between()), nn.Conv2d(4, 2, 1))
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return model.double().eval()
+
+
+class LowPass(torch.autograd.Function):
+    """A layer in plain torch with the backward of the method, on dense maps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: Any, settings: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.settings = layer, settings
+        return type(layer).forward(layer, x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        assert type(grad) is Tensor
+        x, weight = ctx.saved_tensors
+        channel, groups = (1, ctx.layer.groups) if isinstance(ctx.layer, nn.Conv2d) else (-1, 1)
+        maps = [t.movedim(channel, 1).numpy() for t in (x, grad)]
+        kernel = weight.reshape(*weight.shape[:2], 1, 1).numpy()
+        found = smoothed(Problem(replace(POINT, groups=groups), maps[0], kernel, maps[1]), *ctx.settings)
+        x_grad = torch.from_numpy(found.x).movedim(1, channel)
+        weight_grad = torch.from_numpy(found.w.copy()).view_as(weight)
+        return x_grad, weight_grad, torch.from_numpy(found.b), None, None
+
+
+def layer_by_layer(model: nn.Module, x: Tensor, g: Tensor, patch: int, order: int) -> dict[str, Tensor]:
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    for layer in layers:
+        layer.forward = partial(_run, layer, (patch, order))
+    model(x).backward(g)
+    return {
+        name: p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None and any(p is own for layer in layers for own in layer.parameters())
+    }
+
+
+def _run(layer: Any, settings: tuple[int, int], x: Tensor) -> Tensor:
+    result: Tensor = LowPass.apply(x, layer.weight, layer.bias, layer, settings)
+    return result
+
+
+def chain(model: nn.Module, x: Tensor, g: Tensor, patch: int, order: int) -> tuple[dict[str, Tensor], Any]:
+    gf.apply_(model, gf.WalshHadamard(patch, order), example=x)
+    y = model(x)
+    with gf.count_fallbacks() as seen:
+        y.backward(g)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, dict(seen)
+
+
+def maps_and_gradient(size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(5)
+    shapes = [(2, c, *size) for c in (3, 2)]
+    x, g = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
+    return x, g
+
+
+BETWEEN = {
+    nn.Identity: {},
+    nn.Dropout: {},
+    nn.Tanh: {"TanhBackward0": 2},
+    nn.ReLU: {"_ActivationBackward": 2},
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Block, Tokens])
+@pytest.mark.parametrize("size", [(8, 8), (7, 10)])
+def test_chain_equals_layer_by_layer(
+    kind: type[nn.Module], between: type[nn.Module], size: tuple[int, int]
+) -> None:
+    """Norms, sums and idle dropout pass coefficients on; the activation of each block gets the dense map."""
+    x, g = maps_and_gradient(size)
+    found, fallbacks = chain(net(kind, between), x, g, 4, 2)
+    expected = layer_by_layer(net(kind, between), x, g, 4, 2)
+    assert found.keys() == expected.keys()
+    assert not differences([found[name] for name in found], [expected[name] for name in found])
+    assert fallbacks == BETWEEN[between]
+
+
+@pytest.mark.parametrize("kind", [Block, Tokens])
+def test_chain_comparison_notices(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: coefficients that lose their sign where branches join."""
+    x, g = maps_and_gradient((7, 10))
+    right = SpectralGradient.known[torch.ops.aten.add.Tensor]
+    monkeypatch.setitem(SpectralGradient.known, torch.ops.aten.add.Tensor, lambda a, b: right(a, -b))
+    found, _ = chain(net(kind, nn.Identity), x, g, 4, 2)
+    expected = layer_by_layer(net(kind, nn.Identity), x, g, 4, 2)
+    assert differences([found[name] for name in found], [expected[name] for name in found])
+
+
+def test_other_settings_meet_as_dense_maps() -> None:
+    """Layers of another order, or another method, get and give what they always do."""
+    x, g = maps_and_gradient((7, 10))
+    ours = {
+        "0": gf.WalshHadamard(4, 2),
+        "1": gf.WalshHadamard(4, 99),
+        "2": gf.GradientFilter(1),
+        "3": gf.Exact(),
+    }
+    model = nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(3)), nn.Conv2d(3, 2, 1)).double()
+    exact = {"0": gf.WalshHadamard(4, 2), "*": gf.Exact()}
+    found = []
+    for methods in (ours, exact):
+        gf.apply_(model, methods, example=x)
+        model.zero_grad()
+        with gf.count_fallbacks() as seen:
+            model(x).backward(g)
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        gf.restore_(model)
+        assert sum(seen.values()) == (1 if methods is ours else 0)
+    assert len(found[0]) == 8
+    assert not differences(*found)
+
+
+def test_spectral_gradients_become_dense_for_unknown_operators() -> None:
+    basis = Basis((7, 10), (4, 4), 2)
+    maps = torch.randn(2, 3, 7, 10, dtype=torch.float64)
+    gradient = SpectralGradient(basis.analyse(maps), basis, maps.shape)
+    dense = gradient.dense()
+    with gf.count_fallbacks() as seen:
+        assert torch.equal(gradient.exp(), dense.exp())
+        assert torch.equal(gradient + dense, dense + dense)
+        assert torch.equal(gradient * dense, dense * dense)
+        assert torch.equal(gradient.permute(0, 1, 3, 2), dense.permute(0, 1, 3, 2))
+        assert torch.equal(gradient.sum((2, 3)), dense.sum((2, 3)))
+    assert sum(seen.values()) == 5
+    with gf.count_fallbacks() as seen:
+        by_channel = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64).view(1, 3, 1, 1)
+        kept = (-gradient.movedim(1, -1).movedim(-1, 1) * by_channel / 2 + gradient).clone().detach()
+        total = kept.sum((0, 2, 3))
+    assert not seen
+    assert isinstance(kept, SpectralGradient)
+    expected = dense - dense * by_channel / 2
+    assert torch.allclose(kept.dense(), expected, atol=1e-12)
+    assert torch.allclose(total, expected.sum((0, 2, 3)), atol=1e-12)
+
+
+def test_inverted_blocks_exchange_coefficients_at_every_join() -> None:
+    """Dense maps are only given to the activation before each narrow layer, fused or not."""
+    found = []
+    x = torch.randn(2, 3, 12, 20, generator=torch.Generator().manual_seed(1))
+    for accelerate in (False, True):
+        torch.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), *(Inverted(8) for _ in range(3)), nn.Conv2d(8, 4, 1)).eval()
+        gf.apply_(model, gf.WalshHadamard(4, 2), example=x)
+        if accelerate:
+            gf.accelerate_(model)
+        y = model(x)
+        with gf.count_fallbacks() as seen:
+            y.square().sum().backward()
+        assert seen == {"_LayerBackward": 3}
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    for plain, fused in zip(*found, strict=True):
+        assert torch.allclose(plain, fused, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))

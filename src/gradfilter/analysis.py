@@ -19,6 +19,7 @@ from .grid import per_axis, pixels, pool
 from .methods import Exact, Memory, Method
 from .ops.exact_conv import Gradients, Want
 from .ops.storage import Store
+from .ops.walsh import Basis
 from .plans import LayerPlan, Plan, table
 from .surgery import apply_plan, restore_
 
@@ -115,6 +116,9 @@ class _Recording(Method):
 
     def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
         return self._fitting(geometry).patches(geometry)
+
+    def basis(self, geometry: ConvGeometry) -> Basis | None:
+        return self._fitting(geometry).basis(geometry)
 
     def forward(self, run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.method.forward(run, x, weight, bias)

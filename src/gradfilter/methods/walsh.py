@@ -14,6 +14,7 @@ from ..geometry import ConvGeometry
 from ..grid import per_axis
 from ..ops.exact_conv import Gradients, Want, exact_backward
 from ..ops.walsh import Basis
+from ..spectral import SpectralGradient
 from .base import Memory, Method
 
 __all__ = ["WalshHadamard"]
@@ -71,29 +72,29 @@ class WalshHadamard(Method):
             return f"patch {self.patch} has {len(self.patch)} numbers but the map has {len(size)} axes"
         return None
 
+    def basis(self, geometry: ConvGeometry) -> Basis:
+        size = self._map(geometry)
+        extra = 0 if geometry.is_map else self.extra_tokens
+        return Basis(size, per_axis(self.patch, len(size)), self.order, extra)
+
     def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
-        return (self._basis(geometry).analyse(x),)
+        return (self.basis(geometry).analyse(x),)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
     ) -> Gradients:
-        basis = self._basis(geometry)
+        basis = self.basis(geometry)
         kernel = weight.reshape(*weight.shape[:2], 1, 1)
         x = kept[0] if kept else None
-        found = exact_backward(basis.analyse(densify(grad)), x, kernel, basis.geometry(geometry), want)
-        x_grad = None if found.x is None else basis.synthesise(found.x)
+        found = exact_backward(_coefficients(grad, basis), x, kernel, basis.geometry(geometry), want)
+        x_grad = None if found.x is None else SpectralGradient(found.x, basis, geometry.x_shape)
         return Gradients(x_grad, None if found.weight is None else found.weight.view(weight.shape))
 
     def backward_macs(self, geometry: ConvGeometry, want: Want) -> int:
-        basis = self._basis(geometry)
+        basis = self.basis(geometry)
         batch, outputs, inputs = geometry.y_shape[0], geometry.y_shape[1], geometry.x_shape[1]
         transformed = batch * (outputs + inputs * want.x) * basis.transform_macs
         return basis.geometry(geometry).macs * (want.x + want.weight) + transformed * any(want)
-
-    def _basis(self, geometry: ConvGeometry) -> Basis:
-        size = self._map(geometry)
-        extra = 0 if geometry.is_map else self.extra_tokens
-        return Basis(size, per_axis(self.patch, len(size)), self.order, extra)
 
     def _map(self, geometry: ConvGeometry) -> tuple[int, ...]:
         if not geometry.is_map and self.tokens:
@@ -103,6 +104,12 @@ class WalshHadamard(Method):
     def _has_extra(self, geometry: ConvGeometry) -> bool:
         """Whether the tokens are the extra ones and those of the map."""
         return self.tokens is not None and geometry.x_shape[2:] == (self.extra_tokens + prod(self.tokens),)
+
+
+def _coefficients(grad: Tensor, basis: Basis) -> Tensor:
+    if isinstance(grad, SpectralGradient) and grad.basis == basis and grad.channel == 1:
+        return grad.coefficients
+    return basis.analyse(densify(grad))
 
 
 def _is_whole(number: object, least: int) -> bool:
