@@ -62,10 +62,16 @@ class FilteredConvolution(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         assert type(g) is Tensor
         x, weight = ctx.saved_tensors
-        patch = ctx.method.patch if isinstance(ctx.method.patch, tuple) else (ctx.method.patch,) * 2
-        in_patch = tuple(r * s for r, s in zip(patch, ctx.conv.stride, strict=True))
-        formula = {"overlap": _overlap, "collapse": _collapse}[ctx.method.taps]
-        x_grad, weight_grad = formula(ctx.conv, x, weight, g, patch, in_patch)
+        method, found = ctx.method, []
+        for patch, taps in (
+            (method.patch, method.taps),
+            (method.weight_patch or method.patch, method.weight_taps or method.taps),
+        ):
+            pair = patch if isinstance(patch, tuple) else (patch,) * 2
+            in_patch = tuple(r * s for r, s in zip(pair, ctx.conv.stride, strict=True))
+            formula = {"overlap": _overlap, "collapse": _collapse}[taps]
+            found.append(formula(ctx.conv, x, weight, g, pair, in_patch))
+        x_grad, weight_grad = found[0][0], found[1][1]
         bias_grad = g.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
         return x_grad, weight_grad, bias_grad, None, None
 
@@ -409,6 +415,7 @@ def compare(
 
 
 METHODS = [gf.GradientFilter(patch=patch, taps=taps) for patch in (2, 4) for taps in ("overlap", "collapse")]
+METHODS.append(gf.GradientFilter(patch=2, weight_patch=4, weight_taps="collapse"))
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

@@ -435,6 +435,16 @@ def test_method_settings_are_checked() -> None:
         ({"patch": {"*": ()}}, "patch must be whole numbers of at least 1, not (); 2 or 4 are usual."),
         ({"taps": "both"}, "taps must be 'overlap' or 'collapse', not 'both'."),
         ({"input_gradient": "none"}, "input_gradient must be 'coarse' or 'exact', not 'none'."),
+        (
+            {"weight_patch": 0},
+            "weight_patch must be whole numbers of at least 1, not 0; 2 or 4 are usual.",
+        ),
+        ({"weight_taps": {"*": "both"}}, "weight_taps must be 'overlap' or 'collapse', not 'both'."),
+        (
+            {"patch": 4, "weight_patch": 2},
+            "weight_patch 2 is no multiple of patch 4, on which the gradient arrives; "
+            "use a multiple, a patch that divides it, or input_gradient='exact'.",
+        ),
     ]
     for settings, sentence in wrong:
         assert error(lambda settings=settings: gf.GradientFilter(**settings), PlanError) == sentence
@@ -623,6 +633,71 @@ def test_patch_forms() -> None:
     grads = gradients(gf.apply_(model.eval(), by_layer), images())
     assert set(grads) == {f"{name}.weight" for name in LAYERS} | {"fc.bias"}
     assert gf.plan(Net(), gf.GradientFilter(patch=[2, 4])).rows[0].method == gf.GradientFilter(patch=(2, 4))
+
+
+def test_stores_are_checked() -> None:
+    message = error(lambda: gf.GradientFilter(store="int3"), PlanError)  # type: ignore[arg-type]
+    assert message.startswith("store must be 'same' or 'bf16'")
+    assert message.endswith("not 'int3'.")
+
+
+def test_weight_patch_and_taps_by_layer() -> None:
+    by_layer = gf.GradientFilter(
+        patch={"layer2.*": 4, "*": 2},
+        weight_patch={"layer2.*": (8, 4), "*.conv1": None, "*": 4},
+        weight_taps={"layer1.*": "collapse", "*": None},
+    )
+    hash(by_layer)
+    found = {row.name: row.method for row in gf.plan(Net(), by_layer).rows}
+    assert found["layer1.conv1"] == gf.GradientFilter(patch=2, weight_taps="collapse")
+    assert found["layer1.conv2"] == gf.GradientFilter(patch=2, weight_patch=4, weight_taps="collapse")
+    assert found["layer2.conv2"] == gf.GradientFilter(patch=4, weight_patch=(8, 4))
+    grads = gradients(gf.apply_(Net().eval(), by_layer), images())
+    assert set(grads) == {f"{name}.weight" for name in LAYERS} | {"fc.bias"}
+
+
+def test_a_weight_patch_that_does_not_fit_its_layers_patch_is_refused_when_planned() -> None:
+    method = gf.GradientFilter(patch={"layer2.*": 4, "*": 2}, weight_patch=2)
+    assert error(lambda: gf.plan(Net(), method), PlanError).startswith(
+        "weight_patch 2 is no multiple of patch 4"
+    )
+    dense = gf.GradientFilter(patch=4, weight_patch=2, input_gradient="exact")
+    assert gf.plan(Net(), dense).rows[0].method == dense
+    sides = gf.GradientFilter(patch=2, weight_patch=(2, 2, 2))
+    assert (
+        gf.plan(Net(), sides).rows[0].reason == "weight_patch (2, 2, 2) has 3 numbers but the map has 2 axes"
+    )
+
+
+def test_the_weight_patch_decides_what_is_kept_and_the_patch_what_is_passed() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)), images()
+    plain = gf.plan(model, gf.GradientFilter(patch=2), example=x)
+    weight = gf.plan(model, gf.GradientFilter(patch=2, weight_patch=4), example=x)
+    half = gf.plan(model, gf.GradientFilter(patch=2, weight_patch=4, store="bf16"), example=x)
+    assert plain.kept[1] == 4 * weight.kept[1] == 8 * half.kept[1]
+    for plan in (weight, half):
+        applied = gf.apply_(copy.deepcopy(model), plan)
+        assert kept(applied, x) == plan.kept[1]
+        with gf.count_fallbacks() as seen:
+            applied(x).sum().backward()
+        assert not seen
+
+
+def test_a_smaller_store_rounds_the_kept_means_only() -> None:
+    x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    g = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    found = []
+    for store in ("same", "bf16"):
+        conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        nn.init.constant_(conv.weight, 0.5)
+        model = gf.apply_(nn.Sequential(conv), gf.GradientFilter(patch=2, store=store))  # type: ignore[arg-type]
+        leaf = x.clone().requires_grad_()
+        model(leaf).backward(g)
+        found.append((leaf.grad, conv.weight.grad))
+    (x_grad, weight_grad), (x_grad_small, weight_grad_small) = found
+    assert torch.equal(x_grad, x_grad_small)
+    assert not torch.equal(weight_grad, weight_grad_small)
+    assert torch.allclose(weight_grad, weight_grad_small, atol=0.02 * float(weight_grad.abs().max()))
 
 
 def test_patch_needs_no_pattern_for_layers_that_are_exact_anyway() -> None:

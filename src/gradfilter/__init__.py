@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .methods import Memory as Memory
     from .methods import Method as Method
     from .methods import SubspaceIteration as SubspaceIteration
+    from .methods import WalshHadamard as WalshHadamard
     from .plans import Plan as Plan
     from .program import accelerate_ as accelerate_
     from .program import acceleration as acceleration
@@ -49,6 +50,7 @@ _HOMES = {
     "Plan": "plans",
     "SVD": "methods",
     "SubspaceIteration": "methods",
+    "WalshHadamard": "methods",
     "accelerate_": "program",
     "acceleration": "program",
     "analyze": "analysis",
@@ -76,6 +78,7 @@ __all__ = [
     "Method",
     "Plan",
     "SubspaceIteration",
+    "WalshHadamard",
     "accelerate_",
     "acceleration",
     "analyze",

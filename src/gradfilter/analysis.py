@@ -19,6 +19,7 @@ from .grid import per_axis, pixels, pool
 from .methods import Exact, Memory, Method
 from .ops.exact_conv import Gradients, Want
 from .ops.storage import Store
+from .ops.walsh import Basis
 from .plans import LayerPlan, Plan, table
 from .surgery import apply_plan, restore_
 
@@ -115,6 +116,9 @@ class _Recording(Method):
 
     def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
         return self._fitting(geometry).patches(geometry)
+
+    def basis(self, geometry: ConvGeometry) -> Basis | None:
+        return self._fitting(geometry).basis(geometry)
 
     def forward(self, run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.method.forward(run, x, weight, bias)
@@ -217,16 +221,19 @@ def _comparison(planned: Sequence[Tensor | None], exact: Sequence[Tensor | None]
 
 
 def _dc_energy(method: Method, exact: _Record) -> float | None:
-    """The share of the energy that is in patch means; all of it for a method without patches."""
-    means = total = 0.0
+    """The share of the energy that is in patch means, or in coefficients; all of it for other methods."""
+    kept = total = 0.0
     for grad, geometry in zip(exact.arrived, exact.geometries, strict=True):
-        sides = per_axis(getattr(method, "patch", 1), geometry.spatial)
-        grid = geometry.output_grid(sides)
         full = densify(grad).double()
-        patch_means = pool(full, grid)
-        means += float((patch_means.square() * pixels(grid, patch_means)).sum())
         total += float(full.square().sum())
-    return means / total if total else None
+        basis = None if method.refuses(geometry) else method.basis(geometry)
+        if basis is not None:
+            kept += float(basis.analyse(full).square().sum())
+            continue
+        grid = geometry.output_grid(per_axis(getattr(method, "patch", 1), geometry.spatial))
+        patch_means = pool(full, grid)
+        kept += float((patch_means.square() * pixels(grid, patch_means)).sum())
+    return kept / total if total else None
 
 
 def _cells(row: LayerAnalysis) -> list[str]:

@@ -2,6 +2,8 @@
 
 Autograd adds coarse gradients where branches join, and slices, permutes and scales them; those stay on the
 grid here. Any other operator receives the dense tensor, which is always correct, and is counted.
+
+Gradients may be stored in other ways (spectral.py); to operators and counters all compact ones are alike.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,12 +19,35 @@ from torch.utils._pytree import tree_any, tree_map
 
 from .grid import Grid, common_patches, expand, pixels, pool, regrid
 
-__all__ = ["CoarseGradient", "count_fallbacks", "densify", "leave_grid", "onto"]
+__all__ = ["CoarseGradient", "Compact", "count_fallbacks", "densify", "leave_grid", "onto"]
 
 aten = torch.ops.aten
 
 
-class CoarseGradient(Tensor):
+class Compact(Tensor):
+    """A gradient of full size that is stored in fewer numbers; ``known`` are the operators it stays so in."""
+
+    known: ClassVar[dict[Any, Callable[..., Any]]]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dense(self) -> Tensor:
+        """The plain tensor of full size."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = cls.known.get(func)
+        if handler is not None:
+            result = handler(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return _fall_back(func, args, kwargs or {})
+
+
+class CoarseGradient(Compact):
     """A gradient that is constant on each patch of ``grid``; ``means`` holds one number per patch.
 
     ``gated_means``: what the gated term of a residual join gets instead (see ops/join.py).
@@ -42,8 +67,6 @@ class CoarseGradient(Tensor):
         self.gated_means = gated_means
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     def dense(self) -> Tensor:
         """The plain tensor of full size.
 
@@ -55,24 +78,13 @@ class CoarseGradient(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"CoarseGradient(shape={self.grid.shape}, patches={self.grid.patches}, dtype={self.dtype})"
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        handler = _ON_THE_GRID.get(func)
-        if handler is not None:
-            result = handler(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
-        return _fall_back(func, args, kwargs or {})
-
 
 _counters: list[Counter[str]] = []
 
 
 @contextmanager
 def count_fallbacks() -> Iterator[Counter[str]]:
-    """Count, by operator, how often a coarse gradient had to become dense inside the ``with`` block.
+    """Count, by operator, how often a compact gradient had to become dense inside the ``with`` block.
 
     >>> with count_fallbacks() as seen:
     ...     _ = CoarseGradient(torch.ones(1, 1, 1, 1), Grid((1, 1, 2, 2), (1, 1, 2, 2))).exp()
@@ -99,22 +111,22 @@ def _count(operator: str) -> None:
 
 def leave_grid(gradient: Tensor, operator: str | None) -> Tensor:
     """The dense gradient; counted as a fallback if an operator that knows no grid is why."""
-    if operator is not None and isinstance(gradient, CoarseGradient):
+    if operator is not None and isinstance(gradient, Compact):
         _count(operator)
     dense: Tensor = densify(gradient)
     return dense
 
 
 def densify(value: Any) -> Any:
-    """The dense tensor of a coarse gradient; anything else as it is."""
-    return value.dense() if isinstance(value, CoarseGradient) else value
+    """The dense tensor of a compact gradient; anything else as it is."""
+    return value.dense() if isinstance(value, Compact) else value
 
 
 def onto(gradient: Tensor, grid: Grid) -> Tensor:
     """The means of any gradient, coarse or dense, on the patches of ``grid``."""
     if isinstance(gradient, CoarseGradient):
         return regrid(gradient.means, gradient.grid, grid)
-    return pool(gradient, grid)
+    return pool(densify(gradient), grid)
 
 
 def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
@@ -225,7 +237,7 @@ def _elementwise(op: Callable[..., Tensor]) -> Callable[..., CoarseGradient]:
     return apply
 
 
-_ON_THE_GRID: dict[Any, Callable[..., Any]] = {
+CoarseGradient.known = {
     aten.add.Tensor: _add,
     aten.mul.Tensor: _scale(torch.mul),
     aten.mul.Scalar: _scale(torch.mul),

@@ -108,7 +108,8 @@ def _geometries(layer: Layer) -> list[ConvGeometry]:
         return [ConvGeometry.pointwise((1, conv.in_features), conv.out_features)] if layer.head else []
     shape = (1, conv.in_channels, *[64] * len(conv.kernel_size))
     output_padding = conv.output_padding if conv.transposed else None
-    settings = (conv.stride, conv.padding, conv.dilation, conv.groups, output_padding)
+    padding = conv.padding if conv.padding_mode == "zeros" else 0  # other padding is done before the call
+    settings = (conv.stride, padding, conv.dilation, conv.groups, output_padding)
     return [conv_geometry(shape, conv.out_channels, conv.kernel_size, *settings)]
 
 

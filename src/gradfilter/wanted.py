@@ -1,8 +1,8 @@
-"""On which grid does the layer that made a tensor want its gradient?
+"""On which grid, or in which basis, does the layer that made a tensor want its gradient?
 
-Layers of a region answer through their autograd node (``node.wanted``, the patches of their output). Nodes of
-plain torch operators that only pass gradients on are looked through. Anything else wants the dense gradient,
-so a coarse gradient never reaches a node that would not expect it.
+Layers of a region answer through their autograd node (``node.wanted``, the patches of their output, and
+``node.basis``). Nodes of plain torch operators that only pass gradients on are looked through. Anything else
+wants the dense gradient, so a compact gradient never reaches a node that would not expect it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from .grid import Grid, common_patches
+from .ops.walsh import Basis
 
-__all__ = ["end_of_grid", "wanted_grid"]
+__all__ = ["end_of_grid", "wanted_basis", "wanted_grid"]
 
 Patches = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -25,6 +26,19 @@ def wanted_grid(x: Tensor) -> Grid:
     shape = tuple(x.shape)
     patches = _patches(x.grad_fn, shape) if x.grad_fn is not None else None
     return Grid.dense(shape) if patches is None else Grid.of(shape, patches)
+
+
+def wanted_basis(x: Tensor) -> Basis | None:
+    """The basis in whose coefficients the gradient of ``x`` is wanted; None where pixels are."""
+    return None if x.grad_fn is None else _basis(x.grad_fn)
+
+
+def _basis(node: Any) -> Basis | None:
+    own: Basis | None = getattr(node, "basis", None)
+    if own is None and type(node).__name__ in _PASS_COEFFICIENTS:
+        found = {_basis(edge) for edge, _ in node.next_functions if edge is not None}
+        own = found.pop() if len(found) == 1 else None
+    return own
 
 
 def end_of_grid(x: Tensor) -> str | None:
@@ -110,6 +124,8 @@ def _signed(number: int) -> int:
     """autograd shows a negative dimension as an unsigned 64-bit number."""
     return number - 2**64 if number >= 2**63 else number
 
+
+_PASS_COEFFICIENTS = {"AddBackward0", "AliasBackward0", "CloneBackward0", "PermuteBackward0"}
 
 _LOOK_THROUGH: dict[str, Callable[[Any, Shape], Patches | None]] = {
     "AddBackward0": _common,

@@ -9,19 +9,30 @@ import gradfilter as gf
 from oracle import Gradients, conv_gradients
 
 from . import Problem, Sample
+from .exact import exact
 
 
-def filtered(problem: Problem, patch: int, taps: str, input_gradient: str) -> Gradients:
-    p, sides = problem, (patch,) * len(problem.layer.kernel)
-    return conv_gradients(p.layer, p.x, p.w, p.g, sides, taps, input_gradient)
+def filtered(
+    problem: Problem,
+    patch: int,
+    taps: str = "overlap",
+    input_gradient: str = "coarse",
+    weight_patch: int | None = None,
+    weight_taps: str | None = None,
+) -> Gradients:
+    """Each gradient by definition with the patches and taps of its own."""
+    p, axes = problem, len(problem.layer.kernel)
+    of_x = conv_gradients(p.layer, p.x, p.w, p.g, (patch,) * axes, taps, input_gradient)
+    of_w = conv_gradients(p.layer, p.x, p.w, p.g, (weight_patch or patch,) * axes, weight_taps or taps)
+    return Gradients(of_x.x, of_w.w, of_x.b)
 
 
-SETTINGS: list[tuple[int, Any, Any]] = [
-    (2, "overlap", "coarse"),
-    (3, "collapse", "coarse"),
-    (2, "overlap", "exact"),
+SETTINGS: list[dict[str, Any]] = [
+    {"patch": 2},
+    {"patch": 3, "taps": "collapse"},
+    {"patch": 2, "input_gradient": "exact"},
+    {"patch": 2, "weight_patch": 4, "weight_taps": "collapse"},
+    {"patch": 3, "weight_patch": 2, "input_gradient": "exact"},
 ]
-SAMPLES = [
-    Sample(gf.GradientFilter(*s), partial(filtered, patch=s[0], taps=s[1], input_gradient=s[2]))
-    for s in SETTINGS
-]
+SAMPLES = [Sample(gf.GradientFilter(**settings), partial(filtered, **settings)) for settings in SETTINGS]
+SAMPLES += [Sample(gf.GradientFilter(patch=1), exact)]

@@ -10,6 +10,9 @@ from .subspace import SubspaceIteration
 from .svd import SVD
 
 __all__ = ["HOSVD", "METHODS", "SVD", "Exact", "GradientFilter", "Memory", "Method", "SubspaceIteration"]
+from .walsh import WalshHadamard
+
+__all__ = ["METHODS", "Exact", "GradientFilter", "Memory", "Method", "WalshHadamard"]
 
 METHODS: dict[str, type[Method]] = {
     "exact": Exact,
@@ -17,4 +20,5 @@ METHODS: dict[str, type[Method]] = {
     "svd": SVD,
     "hosvd": HOSVD,
     "subspace": SubspaceIteration,
+    "walsh": WalshHadamard,
 }

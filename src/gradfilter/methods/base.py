@@ -13,6 +13,7 @@ from ..coarse import densify
 from ..geometry import ConvGeometry
 from ..ops.exact_conv import Gradients, Want, exact_backward
 from ..ops.storage import Store
+from ..ops.walsh import Basis
 
 __all__ = ["Memory", "Method"]
 
@@ -53,6 +54,10 @@ class Method(ABC):
     def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
         """The patch per spatial axis on which the gradient of the output is wanted; ones mean dense."""
         return (1,) * geometry.spatial
+
+    def basis(self, geometry: ConvGeometry) -> Basis | None:
+        """In whose coefficients the gradient of the output is wanted, if not in pixels or patches."""
+        return None
 
     def forward(self, run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output; ``run`` is the plain layer."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -17,11 +16,16 @@ from ..grid import per_axis
 from ..ops.coarse_conv import coarse_backward, coarse_macs
 from ..ops.exact_conv import Gradients, Want, exact_backward
 from ..ops.means import patch_means
+from ..ops.storage import STORES, Store
 from .base import Memory, Method
+from .settings import ByLayer, check_choice, check_patch, frozen, of_layer, values_of
 
 __all__ = ["GradientFilter"]
 
 Patch = int | tuple[int, ...]
+Taps = Literal["overlap", "collapse"]
+TAPS = ("overlap", "collapse")
+BY_LAYER = ("patch", "weight_patch", "weight_taps")
 
 
 @dataclass(frozen=True)
@@ -34,96 +38,121 @@ class GradientFilter(Method):
     input_gradient: "coarse" leaves the gradient on the grid; "exact" pays the dense input gradient, which
         stops the error from spreading to earlier layers, and keeps the small storage.
     tokens: height and width of the map behind a linear layer's (N, L, C) tokens.
+    weight_patch, weight_taps: those of the weight gradient where they differ; dicts by layer too. It needs
+        less detail than the input gradient, and its patch decides what is kept.
+    store: "bf16" keeps the means in half the bytes.
 
-    >>> GradientFilter(patch=4)
-    GradientFilter(patch=4, taps='overlap', input_gradient='coarse', tokens=None)
+    >>> print(GradientFilter(patch=2, weight_patch=4))
+    GradientFilter(patch=2, weight_patch=4)
     """
 
     patch: Patch | Mapping[str, Patch] = 2
-    taps: Literal["overlap", "collapse"] = "overlap"
+    taps: Taps = "overlap"
     input_gradient: Literal["coarse", "exact"] = "coarse"
     tokens: tuple[int, int] | None = None
+    weight_patch: Patch | Mapping[str, Patch] | None = None
+    weight_taps: Taps | Mapping[str, Taps] | None = None
+    store: Store = "same"
 
     def __post_init__(self) -> None:
-        if isinstance(self.patch, list):
-            object.__setattr__(self, "patch", tuple(self.patch))
-        if isinstance(self.patch, Mapping):  # a tuple of pairs, so that the method stays hashable
-            object.__setattr__(self, "patch", _Patches(self.patch))
-        for patch in self.patch.values() if isinstance(self.patch, Mapping) else [self.patch]:
-            _check_patch(patch)
-        _check_choice("taps", self.taps, ("overlap", "collapse"))
-        _check_choice("input_gradient", self.input_gradient, ("coarse", "exact"))
+        for name in BY_LAYER:
+            object.__setattr__(self, name, frozen(getattr(self, name)))
+        for name in ("patch", "weight_patch"):
+            for patch in values_of(getattr(self, name)):
+                if patch is not None or name == "patch":
+                    check_patch(name, patch)
+        check_choice("taps", self.taps, TAPS)
+        for taps in values_of(self.weight_taps):
+            check_choice("weight_taps", taps or "overlap", TAPS)
+        check_choice("input_gradient", self.input_gradient, ("coarse", "exact"))
+        check_choice("store", self.store, STORES)
+        self._check_nesting()
+
+    def _check_nesting(self) -> None:
+        """A coarse gradient has nothing to say on finer patches, nor on those that lie across its own."""
+        patch, weight_patch = self.patch, self.weight_patch
+        if self.input_gradient == "exact" or weight_patch is None:
+            return
+        if isinstance(patch, Mapping) or isinstance(weight_patch, Mapping):
+            return
+        axes = max(len(p) if isinstance(p, tuple) else 1 for p in (patch, weight_patch))
+        sides = zip(per_axis(weight_patch, axes), per_axis(patch, axes), strict=False)
+        if any(mine % arriving for mine, arriving in sides):
+            raise PlanError(
+                f"weight_patch {weight_patch} is no multiple of patch {patch}, on which the gradient "
+                "arrives; use a multiple, a patch that divides it, or input_gradient='exact'."
+            )
 
     def for_layer(self, name: str) -> GradientFilter:
-        if not isinstance(self.patch, Mapping):
-            return self
-        for pattern, patch in self.patch.items():
-            if fnmatchcase(name, pattern):
-                return replace(self, patch=patch)
-        raise PlanError(
-            f"GradientFilter's patch has no pattern that matches layer {name}; add '*' with a default patch."
-        )
+        given = {key: of_layer(getattr(self, key), name, f"GradientFilter's {key}") for key in BY_LAYER}
+        return replace(self, **given)
 
     def refuses(self, geometry: ConvGeometry) -> str | None:
         if geometry.spatial == 0:
             return "plain features have no map"
         if not geometry.is_map:
             return f"the map behind {geometry.x_shape[2]} tokens is not known; set tokens=(H, W)"
-        if isinstance(self.patch, tuple) and len(self.patch) != geometry.spatial:
-            return f"patch {self.patch} has {len(self.patch)} numbers but the map has {geometry.spatial} axes"
+        for name, patch in (("patch", self.patch), ("weight_patch", self.weight_patch)):
+            if isinstance(patch, tuple) and len(patch) != geometry.spatial:
+                return f"{name} {patch} has {len(patch)} numbers but the map has {geometry.spatial} axes"
         return None
 
     def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
-        if self.input_gradient == "exact":
-            return (1,) * geometry.spatial
-        return self._sides(geometry)
+        return self._ways(geometry)[0].sides
 
     def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
-        sides = self._sides(geometry)
-        return (x if prod(sides) == 1 else patch_means(x, geometry.input_grid(sides)),)
+        way = self._ways(geometry)[1]
+        return (x if way.is_exact else patch_means(x, geometry.input_grid(way.sides)),)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
     ) -> Gradients:
-        sides = self._sides(geometry)
+        of_x, of_weight = self._ways(geometry)
         x = kept[0] if kept else None
-        if prod(sides) == 1:
-            return exact_backward(densify(grad), x, weight, geometry, want)
-        x_exact = None
-        if want.x and self.input_gradient == "exact":
-            x_exact = exact_backward(densify(grad), None, weight, geometry, want._replace(weight=False)).x
-            want = want._replace(x=False)
-        means = onto(grad, geometry.output_grid(sides))
-        x_grad, weight_grad = coarse_backward(means, x, weight, geometry, sides, self.taps, want)
-        if x_grad is None:
-            return Gradients(x_exact, weight_grad)
-        return Gradients(CoarseGradient(x_grad, geometry.input_grid(sides)), weight_grad)
+        if of_x == of_weight:
+            return of_x.backward(grad, x, weight, geometry, want)
+        x_grad = weight_grad = None
+        if want.x:
+            x_grad = of_x.backward(grad, None, weight, geometry, Want(True, False)).x
+        if want.weight:
+            weight_grad = of_weight.backward(grad, x, weight, geometry, Want(False, True)).weight
+        return Gradients(x_grad, weight_grad)
 
     def backward_macs(self, geometry: ConvGeometry, want: Want) -> int:
-        sides = self._sides(geometry)
-        coarse = geometry.macs if prod(sides) == 1 else coarse_macs(geometry, sides, self.taps)
-        x_macs = geometry.macs if self.input_gradient == "exact" else coarse
-        return want.x * x_macs + want.weight * coarse
+        return sum(way.macs(geometry) * asked for way, asked in zip(self._ways(geometry), want, strict=True))
 
-    def _sides(self, geometry: ConvGeometry) -> tuple[int, ...]:
-        if isinstance(self.patch, Mapping):
-            raise PlanError("GradientFilter's patch is given by layer; ask for_layer(name) first.")
-        return per_axis(self.patch, geometry.spatial)
-
-
-class _Patches(dict[str, Patch]):
-    """A dict that is never changed, so that it can be hashed."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self.items()))
+    def _ways(self, geometry: ConvGeometry) -> tuple[_Way, _Way]:
+        """How the gradients of input and weight are formed."""
+        if any(isinstance(getattr(self, name), ByLayer) for name in BY_LAYER):
+            raise PlanError("GradientFilter's settings are given by layer; ask for_layer(name) first.")
+        sides, weight_sides = (
+            per_axis(patch, geometry.spatial)  # type: ignore[arg-type]
+            for patch in (self.patch, self.weight_patch or self.patch)
+        )
+        of_x = _Way((1,) * geometry.spatial if self.input_gradient == "exact" else sides, self.taps)
+        return of_x, _Way(weight_sides, self.weight_taps or self.taps)  # type: ignore[arg-type]
 
 
-def _check_patch(patch: object) -> None:
-    sides = patch if isinstance(patch, tuple) else (patch,)
-    if not sides or not all(isinstance(side, int) and side >= 1 for side in sides):
-        raise PlanError(f"patch must be whole numbers of at least 1, not {patch!r}; 2 or 4 are usual.")
+class _Way(NamedTuple):
+    """Patches and taps of one gradient."""
 
+    sides: tuple[int, ...]
+    taps: Taps
 
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise PlanError(f"{name} must be {' or '.join(map(repr, known))}, not {value!r}.")
+    @property
+    def is_exact(self) -> bool:
+        return prod(self.sides) == 1
+
+    def macs(self, geometry: ConvGeometry) -> int:
+        return geometry.macs if self.is_exact else coarse_macs(geometry, self.sides, self.taps)
+
+    def backward(
+        self, grad: Tensor, x: Tensor | None, weight: Tensor, geometry: ConvGeometry, want: Want
+    ) -> Gradients:
+        if self.is_exact:
+            return exact_backward(densify(grad), x, weight, geometry, want)
+        means = onto(grad, geometry.output_grid(self.sides))
+        found = coarse_backward(means, x, weight, geometry, self.sides, self.taps, want)
+        if found.x is None:
+            return found
+        return Gradients(CoarseGradient(found.x, geometry.input_grid(self.sides)), found.weight)

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from ..coarse import CoarseGradient, densify, leave_grid, onto
 from ..geometry import ConvGeometry
 from ..grid import Grid, pixels
-from ..wanted import end_of_grid, wanted_grid
+from ..spectral import SpectralGradient
+from ..wanted import end_of_grid, wanted_basis, wanted_grid
 from .activation import Gate, SlopeKind
 from .exact_conv import Want
 from .norm import fixed_scale
 from .refusal import first_derivative_only
 from .storage import packed, unpacked
+from .walsh import Basis
 
 if TYPE_CHECKING:
     from ..methods import Memory, Method
@@ -59,9 +61,14 @@ class Call:
 
 def run_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """Run a layer exactly as ``call.forward`` does, and its followers exactly as they do."""
-    coarse_input = not wanted_grid(x).is_dense
-    ends_at = None if coarse_input else end_of_grid(x)
-    result: Tensor = _Layer.apply(x, weight, bias, call, coarse_input, ends_at)
+    basis = call.method.basis(call.geometry)
+    if basis is None:
+        compact_input = not wanted_grid(x).is_dense
+        ends_at = None if compact_input else end_of_grid(x)
+    else:
+        compact_input = wanted_basis(x) == basis
+        ends_at = None if compact_input or x.grad_fn is None else type(x.grad_fn).__name__
+    result: Tensor = _Layer.apply(x, weight, bias, call, basis, compact_input, ends_at)
     return result
 
 
@@ -73,7 +80,8 @@ class _Layer(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         call: Call,
-        coarse_input: bool,
+        basis: Basis | None,
+        compact_input: bool,
         ends_at: str | None,
     ) -> Tensor:
         geometry, method, followers = call.geometry, call.method, call.followers
@@ -86,6 +94,7 @@ class _Layer(torch.autograd.Function):
         sides = method.patches(geometry)
         ctx.grid = Grid.of(tuple(y.shape), (1, 1, *sides) if call.channel == 1 else (1, *sides, 1))
         ctx.wanted = ctx.grid.patches
+        ctx.basis = basis if followers.slope is None else None
         slope = None
         if followers.run_norm is not None:
             y = followers.run_norm(y)
@@ -97,7 +106,7 @@ class _Layer(torch.autograd.Function):
         if isinstance(followers.slope, Gate) and followers.slope.shuts(ctx.grid):
             ctx.gate, ctx.open_count = followers.slope, slope
         ctx.save_for_backward(weight, slope, *kept)
-        ctx.call, ctx.coarse_input, ctx.ends_at = call, coarse_input, ends_at
+        ctx.call, ctx.compact_input, ctx.ends_at = call, compact_input, ends_at
         ctx.dtypes = (x.dtype, weight.dtype)
         return y
 
@@ -120,19 +129,21 @@ class _Layer(torch.autograd.Function):
             kept = unpacked(kept, call.method.store, grad.dtype)
             x_grad, weight_grad = call.method.gradients(maps, kept, kernel, call.geometry, want)
         if x_grad is not None:
-            x_grad = x_grad if ctx.coarse_input else leave_grid(x_grad, ctx.ends_at)
+            x_grad = x_grad if ctx.compact_input else leave_grid(x_grad, ctx.ends_at)
             x_grad = x_grad if x_grad.dtype == ctx.dtypes[0] else x_grad.to(ctx.dtypes[0])
             x_grad = x_grad if call.channel == 1 else x_grad.movedim(1, call.channel)
         if weight_grad is not None:
             weight_grad = weight_grad if weight_grad.dtype == ctx.dtypes[1] else weight_grad.to(ctx.dtypes[1])
             weight_grad = weight_grad if call.channel == 1 else weight_grad.view(weight.shape)
-        return x_grad, weight_grad, bias_grad, None, None, None
+        return x_grad, weight_grad, bias_grad, None, None, None, None
 
 
 def _through_followers(grad: Tensor, grid: Grid, followers: Followers, slope: Tensor) -> Tensor:
     """Back through activation and norm, on the layer's own grid."""
     if followers.norm is None and followers.slope is None:
         return grad
+    if isinstance(grad, SpectralGradient) and followers.norm is not None and followers.slope is None:
+        return grad * _remembered_scale(followers.norm, grad)
     values = densify(grad) if grid.is_dense else onto(grad, grid)
     scale = None if followers.norm is None else _remembered_scale(followers.norm, values)
     if followers.slope is not None:

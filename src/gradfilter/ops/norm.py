@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..coarse import CoarseGradient, densify, onto
 from ..grid import Grid, pixels, pool
-from ..wanted import wanted_grid
+from ..spectral import SpectralGradient
+from ..wanted import wanted_basis, wanted_grid
 from .refusal import first_derivative_only
+from .walsh import Basis
 
 __all__ = ["batch_norm", "fixed_scale", "group_norm", "layer_norm"]
 
@@ -36,7 +38,9 @@ def batch_norm(
         and running_var is not None
         and not (grid.is_dense and affine)
     ):
-        result: Tensor = _FixedNorm.apply(x, running_mean, running_var, weight, bias, eps, grid)
+        result: Tensor = _FixedNorm.apply(
+            x, running_mean, running_var, weight, bias, eps, grid, wanted_basis(x)
+        )
         return result
     if grid.is_dense or not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -71,16 +75,19 @@ class _FixedNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         grid: Grid,
+        basis: Basis | None,
     ) -> Tensor:
         kept = pool(x, grid) if ctx.needs_input_grad[3] else None
         ctx.save_for_backward(mean, var, weight, kept)
-        ctx.eps, ctx.grid, ctx.wanted = eps, grid, grid.patches
+        ctx.eps, ctx.grid, ctx.wanted, ctx.basis = eps, grid, grid.patches, basis
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first_derivative_only()
         mean, var, weight, x = ctx.saved_tensors
+        if isinstance(grad, SpectralGradient) and ctx.basis is not None:  # then nothing here trains
+            return grad * fixed_scale(var, weight, ctx.eps, grad), *[None] * 7
         values = densify(grad) if ctx.grid.is_dense else onto(grad, ctx.grid)
         x_grad = values * fixed_scale(var, weight, ctx.eps, values)
         weight_grad = bias_grad = None
@@ -91,7 +98,7 @@ class _FixedNorm(torch.autograd.Function):
                 weight_grad = (_over_pixels(sums * x) - bias_grad * mean) * torch.rsqrt(var + ctx.eps)
         if not ctx.grid.is_dense:
             x_grad = CoarseGradient(x_grad, ctx.grid)
-        return x_grad, None, None, weight_grad, bias_grad, None, None
+        return x_grad, None, None, weight_grad, bias_grad, None, None, None
 
 
 class _BatchNorm(torch.autograd.Function):
