@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MISTAKES", "Gradients", "Layer", "conv_forward", "conv_gradients", "linear_gradients"]
+__all__ = [
+    "MISTAKES",
+    "Gradients",
+    "Layer",
+    "conv_forward",
+    "conv_gradients",
+    "linear_gradients",
+    "padded_input",
+]
 
 Array = NDArray[np.float64]
 Box = tuple[slice, ...]
@@ -71,6 +79,12 @@ def conv_forward(layer: Layer, x: Array, w: Array) -> Array:
     taps = _tap_matrices(plain, batched.shape[2:])
     y = _contract("y", taps, w=_dense_weight(w, plain), x=batched)
     return y if x.ndim == batched.ndim else y[0]
+
+
+def padded_input(layer: Layer, x: Array) -> tuple[Array, Layer]:
+    """The input as the convolution itself sees it, batched and padded by its mode; and what layer is left."""
+    batched, plain, _ = _explicit_padding(layer, _batched(x, layer))
+    return batched, plain
 
 
 def conv_gradients(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .methods import GradientFilter as GradientFilter
     from .methods import Memory as Memory
     from .methods import Method as Method
+    from .methods import Quantized as Quantized
     from .plans import Plan as Plan
     from .program import accelerate_ as accelerate_
     from .program import acceleration as acceleration
@@ -42,6 +43,7 @@ _HOMES = {
     "Memory": "methods",
     "Method": "methods",
     "Plan": "plans",
+    "Quantized": "methods",
     "accelerate_": "program",
     "acceleration": "program",
     "analyze": "analysis",
@@ -65,6 +67,7 @@ __all__ = [
     "Memory",
     "Method",
     "Plan",
+    "Quantized",
     "accelerate_",
     "acceleration",
     "analyze",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from .base import Memory, Method
 from .exact import Exact
 from .gradient_filter import GradientFilter
+from .quantized import Quantized
 
-__all__ = ["METHODS", "Exact", "GradientFilter", "Memory", "Method"]
+__all__ = ["METHODS", "Exact", "GradientFilter", "Memory", "Method", "Quantized"]
 
 METHODS: dict[str, type[Method]] = {
     "exact": Exact,
     "filter": GradientFilter,
+    "quantized": Quantized,
 }
