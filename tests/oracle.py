@@ -147,7 +147,7 @@ def linear_gradients(
     return Gradients(x=np.moveaxis(grads.x, 1, -1).reshape(x.shape), w=grads.w[:, :, 0, 0], b=grads.b)
 
 
-def _patch_mean(x: Array, patch: Sequence[int], miscounted: bool = False) -> Array:
+def patch_mean(x: Array, patch: Sequence[int], miscounted: bool = False) -> Array:
     """Every pixel of (N, C, *map) replaced by the mean over its patch; only real pixels count."""
     out = np.empty_like(x)
     for box in _boxes(x.shape[2:], patch):
@@ -167,9 +167,9 @@ def _overlap(
     if mistake == "kernel flipped":
         taps = [matrix[::-1] for matrix in taps]
     in_patch = layer.in_patch(patch)
-    smooth_g = _patch_mean(g, patch, miscounted=mistake == "ragged edge miscounted")
-    grad_x = _patch_mean(_contract("x", taps, w=w, y=smooth_g), in_patch)
-    grad_w = _contract("w", taps, x=_patch_mean(x, in_patch), y=smooth_g)
+    smooth_g = patch_mean(g, patch, miscounted=mistake == "ragged edge miscounted")
+    grad_x = patch_mean(_contract("x", taps, w=w, y=smooth_g), in_patch)
+    grad_w = _contract("w", taps, x=patch_mean(x, in_patch), y=smooth_g)
     return grad_x, grad_w
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .errors import GradFilterError as GradFilterError
     from .methods import Exact as Exact
     from .methods import GradientFilter as GradientFilter
+    from .methods import Int8Gradients as Int8Gradients
     from .methods import Memory as Memory
     from .methods import Method as Method
     from .methods import Quantized as Quantized
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .program import accelerate_ as accelerate_
     from .program import acceleration as acceleration
     from .program import split as split
+    from .qas import scale_quantized_gradients_ as scale_quantized_gradients_
     from .state import load_method_state_ as load_method_state_
     from .state import method_state as method_state
     from .surgery import apply_ as apply_
@@ -40,6 +42,7 @@ _HOMES = {
     "FeatureCache": "cache",
     "GradFilterError": "errors",
     "GradientFilter": "methods",
+    "Int8Gradients": "methods",
     "Memory": "methods",
     "Method": "methods",
     "Plan": "plans",
@@ -56,6 +59,7 @@ _HOMES = {
     "models": "",
     "plan": "costs",
     "restore_": "surgery",
+    "scale_quantized_gradients_": "qas",
     "split": "program",
 }
 
@@ -64,6 +68,7 @@ __all__ = [
     "FeatureCache",
     "GradFilterError",
     "GradientFilter",
+    "Int8Gradients",
     "Memory",
     "Method",
     "Plan",
@@ -80,6 +85,7 @@ __all__ = [
     "models",
     "plan",
     "restore_",
+    "scale_quantized_gradients_",
     "split",
 ]
 
