@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MISTAKES", "Gradients", "Layer", "conv_forward", "conv_gradients", "linear_gradients"]
+__all__ = [
+    "MISTAKES",
+    "Gradients",
+    "Layer",
+    "conv_forward",
+    "conv_gradients",
+    "linear_gradients",
+    "padded_input",
+]
 
 Array = NDArray[np.float64]
 Box = tuple[slice, ...]
@@ -71,6 +79,12 @@ def conv_forward(layer: Layer, x: Array, w: Array) -> Array:
     taps = _tap_matrices(plain, batched.shape[2:])
     y = _contract("y", taps, w=_dense_weight(w, plain), x=batched)
     return y if x.ndim == batched.ndim else y[0]
+
+
+def padded_input(layer: Layer, x: Array) -> tuple[Array, Layer]:
+    """The input as the convolution itself sees it, batched and padded by its mode; and what layer is left."""
+    batched, plain, _ = _explicit_padding(layer, _batched(x, layer))
+    return batched, plain
 
 
 def conv_gradients(
@@ -133,7 +147,7 @@ def linear_gradients(
     return Gradients(x=np.moveaxis(grads.x, 1, -1).reshape(x.shape), w=grads.w[:, :, 0, 0], b=grads.b)
 
 
-def _patch_mean(x: Array, patch: Sequence[int], miscounted: bool = False) -> Array:
+def patch_mean(x: Array, patch: Sequence[int], miscounted: bool = False) -> Array:
     """Every pixel of (N, C, *map) replaced by the mean over its patch; only real pixels count."""
     out = np.empty_like(x)
     for box in _boxes(x.shape[2:], patch):
@@ -153,9 +167,9 @@ def _overlap(
     if mistake == "kernel flipped":
         taps = [matrix[::-1] for matrix in taps]
     in_patch = layer.in_patch(patch)
-    smooth_g = _patch_mean(g, patch, miscounted=mistake == "ragged edge miscounted")
-    grad_x = _patch_mean(_contract("x", taps, w=w, y=smooth_g), in_patch)
-    grad_w = _contract("w", taps, x=_patch_mean(x, in_patch), y=smooth_g)
+    smooth_g = patch_mean(g, patch, miscounted=mistake == "ragged edge miscounted")
+    grad_x = patch_mean(_contract("x", taps, w=w, y=smooth_g), in_patch)
+    grad_w = _contract("w", taps, x=patch_mean(x, in_patch), y=smooth_g)
     return grad_x, grad_w
 
 

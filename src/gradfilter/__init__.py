@@ -24,15 +24,18 @@ if TYPE_CHECKING:
     from .methods import SVD as SVD
     from .methods import Exact as Exact
     from .methods import GradientFilter as GradientFilter
+    from .methods import Int8Gradients as Int8Gradients
     from .methods import Memory as Memory
     from .methods import Method as Method
     from .methods import SubspaceIteration as SubspaceIteration
     from .methods import WalshHadamard as WalshHadamard
+    from .methods import Quantized as Quantized
     from .plans import Plan as Plan
     from .program import accelerate_ as accelerate_
     from .program import acceleration as acceleration
     from .program import split as split
     from .ranks import choose_ranks as choose_ranks
+    from .qas import scale_quantized_gradients_ as scale_quantized_gradients_
     from .state import load_method_state_ as load_method_state_
     from .state import method_state as method_state
     from .surgery import apply_ as apply_
@@ -51,6 +54,11 @@ _HOMES = {
     "SVD": "methods",
     "SubspaceIteration": "methods",
     "WalshHadamard": "methods",
+    "Int8Gradients": "methods",
+    "Memory": "methods",
+    "Method": "methods",
+    "Plan": "plans",
+    "Quantized": "methods",
     "accelerate_": "program",
     "acceleration": "program",
     "analyze": "analysis",
@@ -64,6 +72,7 @@ _HOMES = {
     "models": "",
     "plan": "costs",
     "restore_": "surgery",
+    "scale_quantized_gradients_": "qas",
     "split": "program",
 }
 
@@ -74,11 +83,13 @@ __all__ = [
     "FeatureCache",
     "GradFilterError",
     "GradientFilter",
+    "Int8Gradients",
     "Memory",
     "Method",
     "Plan",
     "SubspaceIteration",
     "WalshHadamard",
+    "Quantized",
     "accelerate_",
     "acceleration",
     "analyze",
@@ -92,6 +103,7 @@ __all__ = [
     "models",
     "plan",
     "restore_",
+    "scale_quantized_gradients_",
     "split",
 ]
 

@@ -87,14 +87,14 @@ class Plan:
 
     def __str__(self) -> str:
         head = ["layer", "kind", "action", "method"]
-        reasons = any(row.reason for row in self.rows)
+        reasons = any(map(_remark, self.rows))
         head += ["kept", "-> kept", "backward", "-> backward"] if self.other else []
         lines = [head + ["reason"] * reasons]
         for row in self.rows:
             method = "" if row.action == "frozen" else str(row.method)
             lines.append([row.name, row.kind, row.action, method])
             lines[-1] += _cost_cells(row.before, row.after) if self.other else []
-            lines[-1] += [row.reason] * reasons
+            lines[-1] += [_remark(row)] * reasons
         if self.other:
             before, after = self.total
             lines.append(["(other modules)", "", "", "", *_cost_cells(*self.other)])
@@ -102,6 +102,10 @@ class Plan:
             shares = _share(before.kept, after.kept), _share(before.backward_macs, after.backward_macs)
             lines.append(["of exact", "", "", "", "", shares[0], "", shares[1]])
         return table(lines)
+
+
+def _remark(row: LayerPlan) -> str:
+    return row.reason or ("" if row.action == "frozen" else row.method.warns)
 
 
 def _sum(costs: Sequence[LayerCost]) -> LayerCost:

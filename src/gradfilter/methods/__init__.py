@@ -13,6 +13,10 @@ __all__ = ["HOSVD", "METHODS", "SVD", "Exact", "GradientFilter", "Memory", "Meth
 from .walsh import WalshHadamard
 
 __all__ = ["METHODS", "Exact", "GradientFilter", "Memory", "Method", "WalshHadamard"]
+from .int8_gradients import Int8Gradients
+from .quantized import Quantized
+
+__all__ = ["METHODS", "Exact", "GradientFilter", "Int8Gradients", "Memory", "Method", "Quantized"]
 
 METHODS: dict[str, type[Method]] = {
     "exact": Exact,
@@ -21,4 +25,6 @@ METHODS: dict[str, type[Method]] = {
     "hosvd": HOSVD,
     "subspace": SubspaceIteration,
     "walsh": WalshHadamard,
+    "int8": Int8Gradients,
+    "quantized": Quantized,
 }

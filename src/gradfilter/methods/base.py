@@ -43,6 +43,11 @@ class Method(ABC):
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    @property
+    def warns(self) -> str:
+        """What a plan says beside each layer of this method, if there is something to say."""
+        return ""
+
     def for_layer(self, name: str) -> Method:
         """The method of the layer called ``name``; differs from self where settings are given by layer."""
         return self

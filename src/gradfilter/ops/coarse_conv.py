@@ -6,6 +6,8 @@ only. Four ways to run it; all but ``Collapsed`` give the same numbers, and the 
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import Tensor
 
 from ..geometry import ConvGeometry
@@ -15,7 +17,7 @@ from .exact_conv import Gradients, Want
 from .gathered import Gathered
 from .linked import Linked
 
-__all__ = ["coarse_backward", "coarse_macs"]
+__all__ = ["coarse_backward", "coarse_macs", "weight_factor"]
 
 Strategy = Collapsed | Convolved | Gathered | Linked
 
@@ -36,6 +38,16 @@ def coarse_backward(
 def coarse_macs(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> int:
     """Multiply-adds of one of the two gradients."""
     return _strategy(geometry, patch, taps).macs
+
+
+def weight_factor(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> float | None:
+    """Where the weight gradient is grad^T x * factor, with patches as rows and taps all alike: the factor."""
+    if geometry.groups > 1 or geometry.transposed:
+        return None
+    if prod(patch) == 1:
+        return 1.0 if all(axis.is_pointwise and axis.stride == 1 for axis in geometry.axes) else None
+    strategy = _strategy(geometry, patch, taps)
+    return strategy.total if isinstance(strategy, Collapsed) and strategy.even else None
 
 
 def _strategy(geometry: ConvGeometry, patch: tuple[int, ...], taps: str) -> Strategy:

@@ -13,7 +13,7 @@ from ..grid import Grid, apply_along, pixels
 from .exact_conv import Gradients, Want
 from .layout import kernel_rows, rows
 
-__all__ = ["Collapsed"]
+__all__ = ["Collapsed", "every_tap"]
 
 
 class Collapsed:
@@ -41,7 +41,7 @@ class Collapsed:
         x_grad = self._per_pixel(self._times_kernel(self._weighed(grad, sums), weight)) if want.x else None
         weight_grad = None
         if want.weight and x is not None:
-            weight_grad = _every_tap(self._grouped_weight(sums, x, weight), weight)
+            weight_grad = every_tap(self._grouped_weight(sums, x, weight), weight)
         return Gradients(x_grad, weight_grad)
 
     def _dense_backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, want: Want) -> Gradients:
@@ -59,7 +59,7 @@ class Collapsed:
             )
         if want.weight and x is not None:
             out, into = (rows(x), flat) if self.geometry.transposed else (flat, rows(x))
-            weight_grad = _every_tap(_scaled_product(out.t(), into, self.total), weight)
+            weight_grad = every_tap(_scaled_product(out.t(), into, self.total), weight)
         return Gradients(x_grad, weight_grad)
 
     def _summed_kernel(self, weight: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=dtype, device=device)
 
 
-def _every_tap(flat: Tensor, weight: Tensor) -> Tensor:
+def every_tap(flat: Tensor, weight: Tensor) -> Tensor:
     """One (O, I) gradient for every tap of the kernel, laid out channels-last."""
     taps = weight.shape[2:]
     if prod(taps) == 1:

@@ -90,7 +90,8 @@ class _Layer(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             maps = x if call.channel == 1 else x.movedim(call.channel, 1)
             found = method.keep(maps, geometry, call.memory)
-            kept = packed([k.to(y.dtype) if k.dtype == x.dtype else k for k in found], method.store)
+            found = tuple(k.to(y.dtype) if k.dtype == x.dtype else k for k in found)
+            kept, ctx.layouts = packed(found, method.store, call.memory)
         sides = method.patches(geometry)
         ctx.grid = Grid.of(tuple(y.shape), (1, 1, *sides) if call.channel == 1 else (1, *sides, 1))
         ctx.wanted = ctx.grid.patches
@@ -126,7 +127,8 @@ class _Layer(torch.autograd.Function):
                 weight = weight.to(grad.dtype)
             kernel = weight if call.channel == 1 else weight.view(*weight.shape, *[1] * call.geometry.spatial)
             want = Want(need_x, need_weight)
-            kept = unpacked(kept, call.method.store, grad.dtype)
+            if need_weight:
+                kept = unpacked(kept, call.method.store, ctx.layouts, grad.dtype)
             x_grad, weight_grad = call.method.gradients(maps, kept, kernel, call.geometry, want)
         if x_grad is not None:
             x_grad = x_grad if ctx.compact_input else leave_grid(x_grad, ctx.ends_at)
