@@ -20,10 +20,17 @@ if TYPE_CHECKING:
     from .costs import kept_bytes as kept_bytes
     from .costs import plan as plan
     from .errors import GradFilterError as GradFilterError
+    from .merging import merge_ as merge_
+    from .methods import BiasOnly as BiasOnly
     from .methods import Exact as Exact
+    from .methods import Frozen as Frozen
     from .methods import GradientFilter as GradientFilter
+    from .methods import LiteResidual as LiteResidual
+    from .methods import LowRankAdapter as LowRankAdapter
     from .methods import Memory as Memory
     from .methods import Method as Method
+    from .methods import NormOnly as NormOnly
+    from .methods import SparseUpdate as SparseUpdate
     from .plans import Plan as Plan
     from .program import accelerate_ as accelerate_
     from .program import acceleration as acceleration
@@ -35,13 +42,19 @@ if TYPE_CHECKING:
 
 # torch takes seconds to import: nothing here does until a name is used
 _HOMES = {
+    "BiasOnly": "methods",
     "Exact": "methods",
     "FeatureCache": "cache",
+    "Frozen": "methods",
     "GradFilterError": "errors",
     "GradientFilter": "methods",
+    "LiteResidual": "methods",
+    "LowRankAdapter": "methods",
     "Memory": "methods",
     "Method": "methods",
+    "NormOnly": "methods",
     "Plan": "plans",
+    "SparseUpdate": "methods",
     "accelerate_": "program",
     "acceleration": "program",
     "analyze": "analysis",
@@ -50,6 +63,7 @@ _HOMES = {
     "count_fallbacks": "coarse",
     "kept_bytes": "costs",
     "load_method_state_": "state",
+    "merge_": "merging",
     "method_state": "state",
     "models": "",
     "plan": "costs",
@@ -58,13 +72,19 @@ _HOMES = {
 }
 
 __all__ = [
+    "BiasOnly",
     "Exact",
     "FeatureCache",
+    "Frozen",
     "GradFilterError",
     "GradientFilter",
+    "LiteResidual",
+    "LowRankAdapter",
     "Memory",
     "Method",
+    "NormOnly",
     "Plan",
+    "SparseUpdate",
     "accelerate_",
     "acceleration",
     "analyze",
@@ -73,6 +93,7 @@ __all__ = [
     "count_fallbacks",
     "kept_bytes",
     "load_method_state_",
+    "merge_",
     "method_state",
     "models",
     "plan",

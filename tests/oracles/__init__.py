@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,3 +67,9 @@ def with_input(change: Callable[[Problem], Array]) -> Oracle:
         return Gradients(plain.x, conv_gradients(p.layer, change(p), p.w, p.g, p.dense).w, plain.b)
 
     return oracle
+
+
+# the file of that name would take the function's place when it is first imported
+_function = exact
+import_module(f"{__name__}.exact")
+exact = _function

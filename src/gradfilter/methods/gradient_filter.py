@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
@@ -18,6 +17,7 @@ from ..ops.coarse_conv import coarse_backward, coarse_macs
 from ..ops.exact_conv import Gradients, Want, exact_backward
 from ..ops.means import patch_means
 from .base import Memory, Method
+from .by_layer import ByLayer
 
 __all__ = ["GradientFilter"]
 
@@ -47,22 +47,17 @@ class GradientFilter(Method):
     def __post_init__(self) -> None:
         if isinstance(self.patch, list):
             object.__setattr__(self, "patch", tuple(self.patch))
-        if isinstance(self.patch, Mapping):  # a tuple of pairs, so that the method stays hashable
-            object.__setattr__(self, "patch", _Patches(self.patch))
+        if isinstance(self.patch, Mapping):
+            object.__setattr__(self, "patch", ByLayer(self.patch))
         for patch in self.patch.values() if isinstance(self.patch, Mapping) else [self.patch]:
             _check_patch(patch)
         _check_choice("taps", self.taps, ("overlap", "collapse"))
         _check_choice("input_gradient", self.input_gradient, ("coarse", "exact"))
 
     def for_layer(self, name: str) -> GradientFilter:
-        if not isinstance(self.patch, Mapping):
+        if not isinstance(self.patch, ByLayer):
             return self
-        for pattern, patch in self.patch.items():
-            if fnmatchcase(name, pattern):
-                return replace(self, patch=patch)
-        raise PlanError(
-            f"GradientFilter's patch has no pattern that matches layer {name}; add '*' with a default patch."
-        )
+        return replace(self, patch=self.patch.of(name, "GradientFilter", "patch"))
 
     def refuses(self, geometry: ConvGeometry) -> str | None:
         if geometry.spatial == 0:
@@ -109,13 +104,6 @@ class GradientFilter(Method):
         if isinstance(self.patch, Mapping):
             raise PlanError("GradientFilter's patch is given by layer; ask for_layer(name) first.")
         return per_axis(self.patch, geometry.spatial)
-
-
-class _Patches(dict[str, Patch]):
-    """A dict that is never changed, so that it can be hashed."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self.items()))
 
 
 def _check_patch(patch: object) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..geometry import ConvAxis, ConvGeometry
 
-__all__ = ["Gradients", "Want", "exact_backward"]
+__all__ = ["Gradients", "Want", "exact_backward", "exact_weight_gradient"]
 
 
 class Gradients(NamedTuple):
@@ -58,6 +58,12 @@ def exact_backward(
         [want.x, want.weight, False],
     )
     return Gradients(x_grad, weight_grad)
+
+
+def exact_weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, geometry: ConvGeometry) -> Tensor:
+    """That gradient alone; of the weight only shape and type matter."""
+    found: Tensor = exact_backward(grad, x, weight, geometry, Want(False, True)).weight  # type: ignore[assignment]
+    return found
 
 
 def _linear(grad: Tensor, x: Tensor | None, weight: Tensor, want: Want) -> Gradients:
