@@ -26,7 +26,7 @@ from .modules import (
     role_of,
 )
 from .ops.storage import STORES
-from .plans import Action, LayerPlan, NormPolicy, Plan
+from .plans import DOES_NOT_RUN, Action, LayerPlan, NormPolicy, Plan
 from .selection import Layer, Layers, layers_of, select
 from .trace import Trace, trace
 
@@ -154,7 +154,7 @@ def _check_unchanged(model: nn.Module) -> None:
 def _row(layer: Layer, method: Method, chosen: bool, reached: bool) -> LayerPlan:
     kind = type(layer.module).__name__
     if not layer.runs:
-        return LayerPlan(layer.name, kind, "frozen", Exact(), "does not run on the example")
+        return LayerPlan(layer.name, kind, "frozen", Exact(), DOES_NOT_RUN)
     if not reached:
         return LayerPlan(layer.name, kind, "frozen", Exact())
     action: Action = "train" if chosen else "pass"
