@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import gradfilter as gf
 from gradfilter.methods import METHODS
+from gradfilter.plans import LayerPlan
 from oracle import Gradients, Layer, conv_gradients
 from oracles import Problem, Sample, exact
 from shapes import make_case
@@ -102,8 +103,9 @@ class Found:
 def run(case: Case, method: gf.Method, needs: tuple[bool, bool, bool], dtype: torch.dtype) -> Found:
     layer, (x, g) = case.module(dtype), case.tensors(dtype)
     model: Any = apply(layer, method)
-    for parameter, needed in zip(layer.parameters(), needs[1:], strict=False):
-        parameter.requires_grad_(needed)
+    for name, needed in zip(("weight", "bias"), needs[1:], strict=True):
+        if (parameter := layer._parameters[name]) is not None:
+            parameter.requires_grad_(needed and name in model[PLACE].gradfilter_method.trains)
     leaf = x.detach().requires_grad_(needs[0])
     own = {t.untyped_storage()._cdata for t in layer.parameters()}
     kept: list[np.ndarray[Any, Any]] = []
@@ -122,10 +124,32 @@ def run(case: Case, method: gf.Method, needs: tuple[bool, bool, bool], dtype: to
     return Found(y.detach(), grads, kept, memory)  # type: ignore[arg-type]
 
 
-def apply(layer: nn.Module, method: gf.Method) -> nn.Module:
-    """The layer in a model, with the method; a linear layer at the end would be a head."""
-    model = nn.Sequential(layer, nn.Identity())
-    return gf.apply_(model, method, example=None)
+PLACE = 1  # of the layer in its model
+
+
+class Before(nn.Linear):
+    """A layer that trains and changes nothing, for methods with which a layer alone may train nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 0 * self.weight.sum().to(x)
+
+
+class Behind(nn.LayerNorm):
+    """A norm that trains and changes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 0 * self.weight.sum().to(x)
+
+
+def placed(layer: nn.Module, method: gf.Method) -> tuple[nn.Sequential, Any]:
+    """The layer in a model, and the methods there; a linear layer at the end would be a head."""
+    if "weight" in method.trains or method.adds_parameters:
+        return nn.Sequential(nn.Identity(), layer, nn.Identity()), method
+    return nn.Sequential(Before(1, 1), layer, Behind(1)), {"0": gf.Exact(), "*": method}
+
+
+def apply(layer: nn.Module, method: gf.Method) -> Any:
+    return gf.apply_(*placed(layer, method))
 
 
 def as_given(case: Case, grads: Gradients) -> dict[str, np.ndarray[Any, Any]]:
@@ -146,13 +170,15 @@ def wrong_gradients(case: Case, sample: Sample) -> list[str]:
     found = run(case, sample.method, case.needs, torch.float64)
     problem = case.problem(x, layer.weight.detach(), g)  # type: ignore[arg-type, operator]
     problem = Problem(problem.layer, problem.x, problem.w, problem.g, found.kept, found.memory)
-    oracle = exact if refused(case, sample.method) else sample.oracle
+    row = planned(case, sample.method)
+    oracle = exact if row.reason else sample.oracle
+    trains = row.method.trains if row.action == "train" else frozenset()
     expected = as_given(case, oracle(problem))
     wrong = []
     if sample.method.forward_is_exact and not torch.equal(found.y, layer(x)):
         wrong.append("the forward is not the plain one, bit by bit")
     for (key, value), needed in zip(found.grads.items(), case.needs, strict=True):
-        needed = needed and (key == "x" or {"w": "weight", "b": "bias"}[key] in sample.method.trains)
+        needed = needed and (key == "x" or {"w": "weight", "b": "bias"}[key] in trains)
         if key == "b" and layer.bias is None:
             continue
         if (value is not None) != needed:
@@ -164,9 +190,9 @@ def wrong_gradients(case: Case, sample: Sample) -> list[str]:
     return wrong
 
 
-def refused(case: Case, method: gf.Method) -> bool:
-    model = nn.Sequential(case.module(), nn.Identity())
-    return bool(gf.plan(model, method, example=case.tensors()[0]).rows[0].reason)
+def planned(case: Case, method: gf.Method) -> LayerPlan:
+    plan = gf.plan(*placed(case.module(), method), example=case.tensors()[0])
+    return next(row for row in plan.rows if row.name == str(PLACE))
 
 
 def test_every_method_has_samples_and_a_public_name() -> None:
@@ -202,8 +228,8 @@ def test_a_wrong_oracle_is_noticed(sample: Sample) -> None:
 def test_kept_bytes_are_those_predicted(sample: Sample) -> None:
     def judge(case: Case) -> list[str]:
         layer, x = case.module(torch.float32), case.tensors(torch.float32)[0].clone()
-        model = nn.Sequential(layer, nn.Identity())
-        plan = gf.plan(model, sample.method, example=x)
+        model, methods = placed(layer, sample.method)
+        plan = gf.plan(model, methods, example=x)
         gf.apply_(model, plan)
         with gf.kept_bytes(model) as kept:
             model(x)
@@ -274,10 +300,13 @@ def test_state_dict_and_resume(sample: Sample) -> None:
     model = gf.models.build("tiny", classes=4).eval()
     keys = list(model.state_dict())
     before = copy.deepcopy(model)
-    gf.apply_(model, sample.method, "last:4")
+    methods = {"head": gf.Exact(), "*": sample.method}
+    gf.apply_(model, methods, "last:4")
     training(model, iter(range(3)))
-    assert list(model.state_dict()) == keys
-    copied, resumed = copy.deepcopy(model), gf.apply_(before, sample.method, "last:4")
+    own = [key for key in model.state_dict() if ".gradfilter_" in key]
+    assert [key for key in model.state_dict() if key not in own] == keys
+    assert bool(own) == sample.method.adds_parameters
+    copied, resumed = copy.deepcopy(model), gf.apply_(before, methods, "last:4")
     resumed.load_state_dict(model.state_dict())
     gf.load_method_state_(resumed, gf.method_state(model))
     for one in (model, copied, resumed):

@@ -20,22 +20,29 @@ if TYPE_CHECKING:
     from .costs import kept_bytes as kept_bytes
     from .costs import plan as plan
     from .errors import GradFilterError as GradFilterError
+    from .merging import merge_ as merge_
     from .methods import HOSVD as HOSVD
     from .methods import SVD as SVD
+    from .methods import BiasOnly as BiasOnly
     from .methods import Exact as Exact
+    from .methods import Frozen as Frozen
     from .methods import GradientFilter as GradientFilter
     from .methods import Int8Gradients as Int8Gradients
+    from .methods import LiteResidual as LiteResidual
+    from .methods import LowRankAdapter as LowRankAdapter
     from .methods import Memory as Memory
     from .methods import Method as Method
+    from .methods import NormOnly as NormOnly
+    from .methods import Quantized as Quantized
+    from .methods import SparseUpdate as SparseUpdate
     from .methods import SubspaceIteration as SubspaceIteration
     from .methods import WalshHadamard as WalshHadamard
-    from .methods import Quantized as Quantized
     from .plans import Plan as Plan
     from .program import accelerate_ as accelerate_
     from .program import acceleration as acceleration
     from .program import split as split
-    from .ranks import choose_ranks as choose_ranks
     from .qas import scale_quantized_gradients_ as scale_quantized_gradients_
+    from .ranks import choose_ranks as choose_ranks
     from .state import load_method_state_ as load_method_state_
     from .state import method_state as method_state
     from .surgery import apply_ as apply_
@@ -43,22 +50,25 @@ if TYPE_CHECKING:
 
 # torch takes seconds to import: nothing here does until a name is used
 _HOMES = {
+    "BiasOnly": "methods",
     "Exact": "methods",
     "FeatureCache": "cache",
+    "Frozen": "methods",
     "GradFilterError": "errors",
     "GradientFilter": "methods",
     "HOSVD": "methods",
-    "Memory": "methods",
-    "Method": "methods",
-    "Plan": "plans",
-    "SVD": "methods",
-    "SubspaceIteration": "methods",
-    "WalshHadamard": "methods",
     "Int8Gradients": "methods",
+    "LiteResidual": "methods",
+    "LowRankAdapter": "methods",
     "Memory": "methods",
     "Method": "methods",
+    "NormOnly": "methods",
     "Plan": "plans",
     "Quantized": "methods",
+    "SVD": "methods",
+    "SparseUpdate": "methods",
+    "SubspaceIteration": "methods",
+    "WalshHadamard": "methods",
     "accelerate_": "program",
     "acceleration": "program",
     "analyze": "analysis",
@@ -68,6 +78,7 @@ _HOMES = {
     "count_fallbacks": "coarse",
     "kept_bytes": "costs",
     "load_method_state_": "state",
+    "merge_": "merging",
     "method_state": "state",
     "models": "",
     "plan": "costs",
@@ -79,17 +90,23 @@ _HOMES = {
 __all__ = [
     "HOSVD",
     "SVD",
+    "BiasOnly",
     "Exact",
     "FeatureCache",
+    "Frozen",
     "GradFilterError",
     "GradientFilter",
     "Int8Gradients",
+    "LiteResidual",
+    "LowRankAdapter",
     "Memory",
     "Method",
+    "NormOnly",
     "Plan",
+    "Quantized",
+    "SparseUpdate",
     "SubspaceIteration",
     "WalshHadamard",
-    "Quantized",
     "accelerate_",
     "acceleration",
     "analyze",
@@ -99,6 +116,7 @@ __all__ = [
     "count_fallbacks",
     "kept_bytes",
     "load_method_state_",
+    "merge_",
     "method_state",
     "models",
     "plan",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -91,7 +91,11 @@ def analyze(model: nn.Module, batch: Any, loss: Loss, plan: Plan) -> Analysis:
     with count_fallbacks() as fallbacks:
         planned = _run(model, batch, loss, plan, exactly=False)
     methods = {row.name: row.method for row in plan.rows}
-    rows = tuple(_compare(name, methods[name], exact[name], planned[name]) for name in exact)
+    rows = tuple(
+        _compare(name, methods[name], record, planned[name])
+        for name, record in exact.items()
+        if record.arrived
+    )
     return Analysis(rows, dict(fallbacks))
 
 
@@ -103,6 +107,7 @@ class _Record:
     left: list[Tensor] = field(default_factory=list)
     geometries: list[ConvGeometry] = field(default_factory=list)
     weight: Tensor | None = None
+    time: int = -1  # when the last gradient arrived
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +116,12 @@ class _Recording(Method):
 
     method: Method
     record: _Record
+    clock: Iterator[int]
     tokens: tuple[int, int] | None
     store: Store
+    trains: frozenset[str]
+    trains_norm: bool
+    adds_parameters: bool
 
     def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
         return self._fitting(geometry).patches(geometry)
@@ -123,6 +132,15 @@ class _Recording(Method):
     def forward(self, run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.method.forward(run, x, weight, bias)
 
+    def prepare(self, name: str, module: nn.Module, memory: Memory) -> None:
+        self.method.prepare(name, module, memory)
+
+    def added(self, name: str, module: nn.Module) -> dict[str, Tensor]:
+        return self.method.added(name, module)
+
+    def adapt(self, y: Tensor, x: Tensor, run: Callable[..., Tensor], module: nn.Module) -> Tensor:
+        return self.method.adapt(y, x, run, module)
+
     def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
         return self._fitting(geometry).keep(x, geometry, memory)
 
@@ -130,6 +148,7 @@ class _Recording(Method):
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
     ) -> Gradients:
         result = self._fitting(geometry).gradients(grad, kept, weight, geometry, want)
+        self.record.time = next(self.clock)
         self.record.arrived.append(grad)
         self.record.geometries.append(geometry)
         if result.x is not None:
@@ -148,29 +167,24 @@ def _run(model: nn.Module, batch: Any, loss: Loss, plan: Plan, *, exactly: bool)
     """One forward and backward of a copy: a record by trained layer, in the order of the backward."""
     copied = restore_(copy.deepcopy(model))
     copied.zero_grad(set_to_none=True)
-    records = {name: _Record() for name in plan.trained}
-    apply_plan(copied, replace(plan, rows=tuple(_recorded(row, records, exactly) for row in plan.rows)))
-    order: list[str] = []
-    for name in records:
-        weight = copied.get_parameter(f"{name}.weight")
-        note = partial(_note_weight, name, records[name], order)
-        weight.register_post_accumulate_grad_hook(note)
+    records, clock = {name: _Record() for name in plan.trained}, count()
+    rows = tuple(_recorded(row, records.get(row.name), clock, exactly) for row in plan.rows)
+    apply_plan(copied, replace(plan, rows=rows))
     devices = {p.device for p in copied.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices), torch.enable_grad():
         torch.autograd.backward(_scalar_loss(copied, batch, loss))
-    return {name: records[name] for name in order}
+    for name, record in records.items():
+        weight = copied.get_submodule(name)._parameters.get("weight")
+        record.weight = None if weight is None else weight.grad
+    return dict(sorted(records.items(), key=lambda item: item[1].time))
 
 
-def _recorded(row: LayerPlan, records: dict[str, _Record], exactly: bool) -> LayerPlan:
+def _recorded(row: LayerPlan, record: _Record | None, clock: Iterator[int], exactly: bool) -> LayerPlan:
     method = Exact() if exactly else row.method
-    if row.name in records:
-        method = _Recording(method, records[row.name], row.method.tokens, method.store)
+    if record is not None:
+        same = (method.store, method.trains, method.trains_norm, method.adds_parameters)
+        method = _Recording(method, record, clock, row.method.tokens, *same)
     return replace(row, method=method)
-
-
-def _note_weight(name: str, record: _Record, order: list[str], weight: Tensor) -> None:
-    record.weight = weight.grad
-    order.append(name)
 
 
 def _scalar_loss(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
@@ -205,6 +219,8 @@ def _compare(name: str, method: Method, exact: _Record, planned: _Record) -> Lay
 
 def _comparison(planned: Sequence[Tensor | None], exact: Sequence[Tensor | None]) -> Comparison | None:
     product = error = norm = exact_norm = 0.0
+    if len(planned) != len(exact):  # where only a bias or an adapter trains, nothing may have asked for it
+        return None
     for approximate, true in zip(planned, exact, strict=True):
         if approximate is None or true is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -47,8 +48,8 @@ def plan(
 def cost(model: nn.Module, plan: Plan, example: Tensor) -> Plan:
     """The plan with the costs of a batch like ``example``: bytes kept and multiply-adds of every layer.
 
-    "Before" is exact backpropagation of the same layers in plain PyTorch with the model in eval mode, except
-    norms that use batch statistics. "After" is the plan, in the mode the model is in.
+    "Before" is exact backpropagation of the same layers, weight and bias, in plain PyTorch with the model in
+    eval mode, except norms that use batch statistics. "After" is the plan, in the mode the model is in.
     """
     methods = defaultdict(Exact, {row.name: row.method for row in plan.rows})
 
@@ -69,7 +70,8 @@ def cost(model: nn.Module, plan: Plan, example: Tensor) -> Plan:
 
 
 def _train_exactly(model: nn.Module, plan: Plan) -> None:
-    trained = trained_parameters(model, plan)
+    exact = replace(plan, rows=tuple(replace(row, method=Exact()) for row in plan.rows))
+    trained = trained_parameters(model, exact)
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
     model.eval()
@@ -78,12 +80,12 @@ def _train_exactly(model: nn.Module, plan: Plan) -> None:
 
 
 def _layer_cost(name: str, run: Trace, before: Trace, method: Method) -> LayerCost:
-    calls = before.calls[name]
-    forward = sum(call.geometry.macs for call in calls)
-    backward = sum(
-        (Exact() if method.refuses(call.geometry) else method).backward_macs(call.geometry, call.want)
-        for call in calls
-    )
+    forward = backward = 0
+    for call in before.calls[name]:
+        own = Exact() if method.refuses(call.geometry) else method
+        want = call.want._replace(weight=call.want.weight and "weight" in own.trains)
+        forward += own.forward_macs(call.geometry)
+        backward += own.backward_macs(call.geometry, want)
     return LayerCost(run.kept[name], forward, backward)
 
 

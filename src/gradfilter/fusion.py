@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from .calls import conv_geometry
 from .geometry import ConvGeometry
 from .methods import Exact, Method
-from .modules import CONVOLUTIONS, LAYERS, NORMS
+from .modules import CONVOLUTIONS, LAYERS, NORMS, AdaptedLayer
 from .ops.fused import HARDSWISH, NONE, RELU, SILU, Activation, FusedConv, activation_of, bounded
 from .ops.layer import Call, Followers, run_layer
 
@@ -215,6 +215,8 @@ def _why_alone(module: Any) -> str:
         return f"a {kind.__name__}; only nn.Conv2d itself is fused"
     if not getattr(module, "gradfilter_method", Exact()).forward_is_exact:
         return "its method has a forward of its own"
+    if isinstance(module, AdaptedLayer):
+        return "its method adds to its output"
     if module.padding_mode != "zeros":
         return f"padding_mode is {module.padding_mode!r}"
     return f"padding={module.padding!r}" if isinstance(module.padding, str) else ""

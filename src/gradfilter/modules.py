@@ -26,6 +26,7 @@ __all__ = [
     "CONVOLUTIONS",
     "LAYERS",
     "NORMS",
+    "AdaptedLayer",
     "FixedNorm",
     "RegionLayer",
     "RegionModule",
@@ -109,6 +110,44 @@ class _LayerCalls(TorchFunctionMode):
         return call.undo(y) if call.undo else y
 
 
+class AdaptedLayer(RegionLayer):
+    """A layer whose method has parameters of its own, which count without gradients too."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _run_uncompiled(self, *args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with region(), _AdaptedCalls(self):
+            return super(RegionModule, self).forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _AdaptedCalls(TorchFunctionMode):
+    """Inside an adapted layer's forward: the layer's method has the last word on the output."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, method = kwargs or {}, self.layer.gradfilter_method
+        with torch._C.DisableTorchFunction():
+            call = asked(func, args, kwargs, method.tokens)
+            y = None if call is None else self._plain_output(call, method)
+        if call is None or y is None:
+            return func(*args, **kwargs)
+        y = method.adapt(y, call.x, call.run, self.layer)
+        return call.undo(y) if call.undo else y
+
+    def _plain_output(self, call: Asked, method: Method) -> Tensor:
+        tensors = (call.x, call.weight, call.bias)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            settings = Call(call.run, call.geometry, method, self.layer.gradfilter_memory, call.channel)
+            return run_layer(*tensors, settings)
+        return call.run(*tensors)
+
+
 class FixedNorm(RegionModule):
     """A norm whose statistics stay as they are, whatever mode the model is put in."""
 
@@ -139,6 +178,8 @@ class RegionSequential(RegionModule):
 def _followers(layer: nn.Module, modules: list[nn.Module]) -> Followers:
     """The norm and the activation that can be run with the layer; where there are hooks, none."""
     if not (isinstance(layer, RegionLayer) and _can_join(layer, CONVOLUTIONS)):
+        return NOBODY
+    if isinstance(layer, AdaptedLayer):  # what is added to its output comes before them
         return NOBODY
     norm = modules.pop(0) if modules and _is_constant_norm(modules[0]) else None
     run_norm = None if norm is None else _own_forward(norm)

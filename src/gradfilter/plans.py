@@ -8,10 +8,21 @@ from typing import Literal
 
 from .methods import Method
 
-__all__ = ["Action", "LayerCost", "LayerPlan", "NormPolicy", "Plan", "format_bytes", "format_count", "table"]
+__all__ = [
+    "DOES_NOT_RUN",
+    "Action",
+    "LayerCost",
+    "LayerPlan",
+    "NormPolicy",
+    "Plan",
+    "format_bytes",
+    "format_count",
+    "table",
+]
 
 Action = Literal["train", "pass", "frozen"]
 NormPolicy = Literal["fixed", "affine", "batch"]
+DOES_NOT_RUN = "does not run on the example"
 
 
 @dataclass(frozen=True)
@@ -27,8 +38,8 @@ class LayerCost:
 class LayerPlan:
     """One row: train it, pass gradients through it, or leave it frozen with nothing to do.
 
-    ``reason`` says why a layer that was asked to use a method stays exact. Costs are there if the plan was
-    made with an example input.
+    ``reason`` says why a layer that was asked to use a method stays exact, or why nothing of it trains. Costs
+    are there if the plan was made with an example input.
     """
 
     name: str

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
@@ -13,9 +14,19 @@ from torch import Tensor, nn
 from .calls import conv_geometry
 from .errors import PlanError, nearest
 from .geometry import ConvGeometry
-from .methods import Exact, Method
-from .modules import BATCH_NORMS, LAYERS, NORMS, FixedNorm, RegionLayer, region_class, role_of
-from .plans import Action, LayerPlan, NormPolicy, Plan
+from .methods import Exact, Frozen, Memory, Method
+from .modules import (
+    BATCH_NORMS,
+    LAYERS,
+    NORMS,
+    AdaptedLayer,
+    FixedNorm,
+    RegionLayer,
+    region_class,
+    role_of,
+)
+from .ops.storage import STORES
+from .plans import DOES_NOT_RUN, Action, LayerPlan, NormPolicy, Plan
 from .selection import Layer, Layers, layers_of, select
 from .trace import Trace, trace
 
@@ -41,15 +52,67 @@ def make_plan(
         tokens = partial(_tokens, method)
         seen = trace(model, example, lambda copied: copied.requires_grad_(True), tokens)
     found = layers_of(model, seen)
-    chosen = {layer.name for layer in select(found, layers)}
-    methods = {layer.name: _method_for(method, layer.name, layer.name in chosen) for layer in found}
-    chosen = {name for name in chosen if methods[name].trains or methods[name].trains_norm}
+    selected = {layer.name for layer in select(found, layers)}
+    if isinstance(method, Mapping):
+        _check_patterns(method, [layer.name for layer in found], selected)
+    methods = {layer.name: _method_for(method, layer.name, layer.name in selected) for layer in found}
+    idle = {
+        layer.name: why
+        for layer in found
+        if layer.name in selected and (why := _why_idle(model, layer, methods[layer.name], seen)) is not None
+    }
+    chosen = selected - idle.keys()
+    if not chosen:
+        raise PlanError(_nothing_trains(idle))
     rows, reached = [], False
     for layer in found:
         reached = reached or layer.name in chosen
-        rows.append(_row(layer, methods[layer.name], layer.name in chosen, reached))
+        row = _row(layer, methods[layer.name], layer.name in chosen, reached)
+        rows.append(replace(row, reason=row.reason or idle.get(layer.name, "")))
     owners = {name for name in chosen if norm != "fixed" or methods[name].trains_norm}
+    if norm == "batch" and any(methods[name].trains_norm for name in owners):
+        raise PlanError("NormOnly leaves the statistics of norms as they are; use norm='fixed' with it.")
     return Plan(tuple(rows), norm, _norms_behind(model, owners, seen) if owners else ())
+
+
+def _check_patterns(methods: Mapping[str, Method], names: Sequence[str], selected: set[str]) -> None:
+    """Every pattern must have a layer that is its own, and trains; '*' is for whatever is left."""
+    left = list(names)
+    for pattern, method in methods.items():
+        own = [name for name in left if fnmatchcase(name, pattern)]
+        left = [name for name in left if name not in own]
+        if pattern == "*" or any(name in selected for name in own):
+            continue
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise PlanError(f"No layer matches {pattern!r} of the methods.{nearest(pattern, names)}")
+        if not own:
+            raise PlanError(
+                f"All layers of {pattern!r} have the method of a pattern before it; put it first."
+            )
+        if not isinstance(method, Frozen):
+            raise PlanError(
+                f"No layer of {pattern!r} is selected to train, so that its {type(method).__name__} does "
+                "nothing; select one, or drop the pattern."
+            )
+
+
+def _why_idle(model: nn.Module, layer: Layer, method: Method, seen: Trace | None) -> str | None:
+    """Why nothing of a selected layer trains; None if something does, "" if it is not meant to."""
+    parts = {_part(name) for name, _ in layer.module.named_parameters()}
+    if method.adds_parameters or method.trains & parts:
+        return None
+    if method.trains_norm and _norms_behind(model, {layer.name}, seen):
+        return None
+    missing = "norm behind it" if method.trains_norm else " or ".join(sorted(method.trains))
+    return f"has no {missing}; nothing of it trains" if missing else ""
+
+
+def _nothing_trains(idle: dict[str, str]) -> str:
+    name = next((name for name, why in idle.items() if why), next(iter(idle)))
+    why = f"layer {name} {idle[name].partition(';')[0]}" if idle[name] else f"layer {name} is frozen"
+    return (
+        f"Nothing would train: {why}, for example; give a layer another method, as {{'{name}': gf.Exact()}}."
+    )
 
 
 def _method_for(method: Methods, name: str, chosen: bool) -> Method:
@@ -76,6 +139,8 @@ def _check(model: nn.Module, method: Methods, norm: str) -> None:
     for own in method.values() if isinstance(method, Mapping) and method else [method]:
         if not isinstance(own, Method):
             raise PlanError(f"A plan needs a method such as gf.GradientFilter(patch=2), not {own!r}.")
+        if own.store not in STORES:
+            raise PlanError(f"store must be {' or '.join(map(repr, STORES))}, not {own.store!r}.")
     if norm not in ("fixed", "affine", "batch"):
         raise PlanError(f"norm must be 'fixed', 'affine' or 'batch', not {norm!r}.")
     _check_unchanged(model)
@@ -89,14 +154,22 @@ def _check_unchanged(model: nn.Module) -> None:
 def _row(layer: Layer, method: Method, chosen: bool, reached: bool) -> LayerPlan:
     kind = type(layer.module).__name__
     if not layer.runs:
-        return LayerPlan(layer.name, kind, "frozen", Exact(), "does not run on the example")
+        return LayerPlan(layer.name, kind, "frozen", Exact(), DOES_NOT_RUN)
     if not reached:
         return LayerPlan(layer.name, kind, "frozen", Exact())
     action: Action = "train" if chosen else "pass"
     geometries = _geometries(layer)
     own = method if any(map(method.refuses, geometries)) else method.for_layer(layer.name)
-    reason = next(filter(None, map(own.refuses, geometries)), "")
-    return LayerPlan(layer.name, kind, action, Exact() if reason else own, reason)
+    reason = next(filter(None, map(own.refuses, geometries)), "") or (_misfits(layer, own) if chosen else "")
+    stays_exact = reason or (own.adds_parameters and not chosen)
+    return LayerPlan(layer.name, kind, action, Exact() if stays_exact else own, reason)
+
+
+def _misfits(layer: Layer, method: Method) -> str:
+    try:
+        return method.misfits(layer.module) or ""
+    except PlanError as error:
+        raise PlanError(f"Layer {layer.name}: {error}") from None
 
 
 def _geometries(layer: Layer) -> list[ConvGeometry]:
@@ -131,10 +204,14 @@ def trained_parameters(model: nn.Module, plan: Plan) -> set[int]:
     ids = {id(parameter) for name in plan.norms for parameter in modules[name].parameters()}
     for row in plan.rows:
         for name, parameter in modules[row.name].named_parameters() if row.action == "train" else ():
-            # a reparametrised layer has others in place of its weight
-            if ("bias" if name == "bias" else "weight") in row.method.trains:
+            if _part(name) in row.method.trains:
                 ids.add(id(parameter))
     return ids
+
+
+def _part(name: str) -> str:
+    """Which part of a layer a parameter is; a reparametrised layer has others in place of its weight."""
+    return "bias" if name == "bias" else "weight"
 
 
 def apply_plan(model: Model, plan: Plan) -> Model:
@@ -149,7 +226,7 @@ def apply_plan(model: Model, plan: Plan) -> Model:
     try:
         for name, module in modules.items():
             fixed = isinstance(module, BATCH_NORMS) and name not in moving
-            _change(module, methods.get(name), fixed)
+            trained |= _change(name, module, methods.get(name), fixed)
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
     except BaseException:
@@ -192,18 +269,31 @@ def _check_changeable(modules: dict[str, nn.Module]) -> None:
             )
 
 
-def _change(module: nn.Module, method: Method | None, fixed: bool) -> None:
+def _change(name: str, module: nn.Module, method: Method | None, fixed: bool) -> set[int]:
+    """Give a module its new class and what belongs to it; the ids of the parameters this added."""
     base: Any = type(module)
-    role: Any = RegionLayer if method else FixedNorm if fixed else role_of(module)
+    role: Any = FixedNorm if fixed else role_of(module)
+    if method:
+        role = AdaptedLayer if method.adds_parameters else RegionLayer
     if not isinstance(module, torch.fx.GraphModule):  # which writes to its class whenever its graph changes
         module.__class__ = region_class(base, role)
     flags = {name: p.requires_grad for name, p in module.named_parameters(recurse=False)}
     module.__dict__[_RECORD] = {"training": module.training, "requires_grad": flags}
-    if method:
-        module.__dict__["gradfilter_method"] = method
-        module.__dict__["gradfilter_memory"] = {}
     if fixed:
         module.training = False
+    return _give(method, name, module) if method else set()
+
+
+def _give(method: Method, name: str, module: nn.Module) -> set[int]:
+    module.__dict__["gradfilter_method"] = method
+    memory: Memory = {}
+    module.__dict__["gradfilter_memory"] = memory
+    with torch.no_grad():
+        method.prepare(name, module, memory)
+        added = {key: nn.Parameter(value) for key, value in method.added(name, module).items()}
+    for key, parameter in added.items():
+        module.register_parameter(f"gradfilter_{key}", parameter)
+    return {id(parameter) for parameter in added.values()}
 
 
 def restore_(model: Model) -> Model:
@@ -224,8 +314,9 @@ def restore_(model: Model) -> Model:
             module.__dict__["training"] = record["training"]
         for name, parameter in module.named_parameters(recurse=False):
             parameter.requires_grad_(record["requires_grad"].get(name, parameter.requires_grad))
-        for ours in [name for name in module.__dict__ if name.startswith("gradfilter_")]:
-            del module.__dict__[ours]
+        for owner in (module.__dict__, module._parameters):
+            for ours in [name for name in owner if name.startswith("gradfilter_")]:
+                del owner[ours]
         module.__class__ = getattr(module, "gradfilter_base", type(module))
     return model
 
@@ -242,8 +333,8 @@ def apply_(
 
     Give a plan, or a method and the layers to plan for ("all" if not said); methods can also be given by
     layer, as a dict from globs to methods, of which the first that matches counts. Only classes,
-    ``requires_grad`` and the mode of batch norms change: parameters, state-dict keys and hooks stay;
-    ``restore_`` undoes it.
+    ``requires_grad`` and the mode of batch norms change: parameters, state-dict keys and hooks stay, and
+    adapters add theirs; ``restore_`` undoes it.
 
     >>> import gradfilter as gf
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))

@@ -30,7 +30,7 @@ from ..errors import GradFilterError, nearest
 from ..methods import Exact, GradientFilter, Method
 from ..methods.text import method_from
 from ..models import build
-from ..plans import Plan, format_bytes, format_count
+from ..plans import DOES_NOT_RUN, Plan, format_bytes, format_count
 from ..progress import Tell, silent
 from ..surgery import apply_
 from .baseline import train_plainly_
@@ -159,7 +159,9 @@ class Arm:
         self.trains = kind != "inference"
         self.plan = case.plan(kind)
         self.cached = "cache" in extras
-        if self.cached and not any(row.action == "frozen" and not row.reason for row in self.plan.rows):
+        if self.cached and not any(
+            row.action == "frozen" and row.reason != DOES_NOT_RUN for row in self.plan.rows
+        ):
             raise GradFilterError("the first layer trains, so there is no frozen prefix to keep features of")
         self.model = _prepared(copy.deepcopy(case.model), kind, extras, self.plan)
         self.forward = self._from_features() if self.cached else partial(self.model, case.images)

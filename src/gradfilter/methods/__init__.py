@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from .base import Memory, Method
+from .bias_only import BiasOnly
 from .exact import Exact
+from .frozen import Frozen
 from .gradient_filter import GradientFilter
 from .hosvd import HOSVD
+from .int8_gradients import Int8Gradients
+from .lite_residual import LiteResidual
+from .low_rank_adapter import LowRankAdapter
+from .norm_only import NormOnly
+from .quantized import Quantized
+from .sparse_update import SparseUpdate
 from .subspace import SubspaceIteration
 from .svd import SVD
-
-__all__ = ["HOSVD", "METHODS", "SVD", "Exact", "GradientFilter", "Memory", "Method", "SubspaceIteration"]
 from .walsh import WalshHadamard
 
-__all__ = ["METHODS", "Exact", "GradientFilter", "Memory", "Method", "WalshHadamard"]
-from .int8_gradients import Int8Gradients
-from .quantized import Quantized
-
-__all__ = ["METHODS", "Exact", "GradientFilter", "Int8Gradients", "Memory", "Method", "Quantized"]
+__all__ = [
+    "HOSVD",
+    "METHODS",
+    "SVD",
+    "BiasOnly",
+    "Exact",
+    "Frozen",
+    "GradientFilter",
+    "Int8Gradients",
+    "LiteResidual",
+    "LowRankAdapter",
+    "Memory",
+    "Method",
+    "NormOnly",
+    "Quantized",
+    "SparseUpdate",
+    "SubspaceIteration",
+    "WalshHadamard",
+]
 
 METHODS: dict[str, type[Method]] = {
     "exact": Exact,
@@ -27,4 +47,10 @@ METHODS: dict[str, type[Method]] = {
     "walsh": WalshHadamard,
     "int8": Int8Gradients,
     "quantized": Quantized,
+    "bias": BiasOnly,
+    "norm": NormOnly,
+    "frozen": Frozen,
+    "sparse": SparseUpdate,
+    "lora": LowRankAdapter,
+    "lite": LiteResidual,
 }

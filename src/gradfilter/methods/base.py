@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..coarse import densify
 from ..geometry import ConvGeometry
-from ..ops.exact_conv import Gradients, Want, exact_backward
+from ..ops.exact_conv import Gradients, Want, exact_backward, exact_weight_gradient
 from ..ops.storage import Store
 from ..ops.walsh import Basis
 
-__all__ = ["Memory", "Method"]
+__all__ = ["FixedWeight", "Memory", "Method"]
 
 Memory = dict[str, Tensor]  # what a layer's method remembers from step to step; ``gf.method_state`` saves it
 
@@ -27,8 +27,9 @@ class Method(ABC):
     between its first and last dimension. The gradient of the input is exact unless a method says otherwise.
     """
 
-    trains: ClassVar[frozenset[str]] = frozenset({"weight", "bias"})  # which parameters of a layer
-    trains_norm: ClassVar[bool] = False  # also those of the norm behind it
+    trains: frozenset[str] = frozenset({"weight", "bias"})  # which parameters of a layer
+    trains_norm: bool = False  # also those of the norm behind it
+    adds_parameters: bool = False  # it has some of its own, which train too
     forward_is_exact: ClassVar[bool] = True
     bytes_depend_on_data: ClassVar[bool] = False  # then costs are the most it may keep
     tokens: tuple[int, int] | None = None
@@ -54,6 +55,28 @@ class Method(ABC):
 
     def refuses(self, geometry: ConvGeometry) -> str | None:
         """Why this layer must stay exact, or None."""
+        return None
+
+    def misfits(self, module: nn.Module) -> str | None:
+        """Why such a module must stay exact, or None; settings that fit no such module are a PlanError."""
+        return None
+
+    def prepare(self, name: str, module: nn.Module, memory: Memory) -> None:  # noqa: B027  most need none
+        """Put into ``memory`` what is chosen once, when the layer called ``name`` is given the method."""
+
+    def added(self, name: str, module: nn.Module) -> dict[str, Tensor]:
+        """First values of the method's own parameters; the layer has them as ``gradfilter_<name>``."""
+        return {}
+
+    def adapt(self, y: Tensor, x: Tensor, run: Callable[..., Tensor], module: nn.Module) -> Tensor:
+        """The output of a layer with parameters added, from its plain output; autograd follows.
+
+        ``run(x, weight, bias)`` is the plain layer, for any weight of its kind.
+        """
+        return y
+
+    def merged(self, module: nn.Module) -> Tensor | None:
+        """The weight with which the plain layer does what this one does; None where there is none."""
         return None
 
     def patches(self, geometry: ConvGeometry) -> tuple[int, ...]:
@@ -86,6 +109,25 @@ class Method(ABC):
         """The gradient of the weight, from the dense one of the output."""
         raise NotImplementedError(f"{type(self).__name__} has neither gradients nor weight_gradient.")
 
+    def forward_macs(self, geometry: ConvGeometry) -> int:
+        """Multiply-adds of the layer's output."""
+        return geometry.macs
+
     def backward_macs(self, geometry: ConvGeometry, want: Want) -> int:
-        """Multiply-adds of ``gradients``."""
+        """Multiply-adds of ``gradients``, and of those of parameters added."""
         return geometry.macs * (want.x + want.weight)
+
+
+class FixedWeight(Method):
+    """A method that leaves the weight as it is, so that nothing of the input is kept for it.
+
+    A weight that somebody lets train all the same trains exactly.
+    """
+
+    def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def weight_gradient(
+        self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry
+    ) -> Tensor:
+        return exact_weight_gradient(grad, kept[0], weight.shape, geometry)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..geometry import ConvGeometry
-from ..ops.exact_conv import Want
+from ..ops.exact_conv import Want, exact_weight_gradient
 from ..ops.subspace import by_variance, can_decompose, leading
 from ..ops.tucker import compress, contraction_macs, is_smaller, tucker_weight_gradient
 from ..ops.unfolding import at_least_float32, mode_product
-from ..ops.weight import exact_weight_gradient
 from .base import Memory, Method
 
 __all__ = ["HOSVD"]

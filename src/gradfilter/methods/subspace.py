@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 
 from torch import Tensor
 
 from ..errors import PlanError
 from ..geometry import ConvGeometry
-from ..ops.exact_conv import Want
+from ..ops.exact_conv import Want, exact_weight_gradient
 from ..ops.subspace import by_rank, can_decompose, iterated, leading, random_start
 from ..ops.tucker import compress, contraction_macs, is_smaller, tucker_weight_gradient
 from ..ops.unfolding import at_least_float32
-from ..ops.weight import exact_weight_gradient
 from .base import Memory, Method
+from .settings import frozen, of_layer, values_of
 
 __all__ = ["SubspaceIteration"]
 
@@ -40,22 +39,12 @@ class SubspaceIteration(Method):
     rank: Rank | Mapping[str, Rank] = 4
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, list):
-            object.__setattr__(self, "rank", tuple(self.rank))
-        if isinstance(self.rank, Mapping):
-            object.__setattr__(self, "rank", _Ranks(self.rank))
-        for rank in self.rank.values() if isinstance(self.rank, Mapping) else [self.rank]:
+        object.__setattr__(self, "rank", frozen(self.rank))
+        for rank in values_of(self.rank):
             _check_rank(rank)
 
     def for_layer(self, name: str) -> SubspaceIteration:
-        if not isinstance(self.rank, Mapping):
-            return self
-        for pattern, rank in self.rank.items():
-            if fnmatchcase(name, pattern):
-                return replace(self, rank=rank)
-        raise PlanError(
-            f"SubspaceIteration's rank has no pattern that matches layer {name}; add '*' with a default rank."
-        )
+        return replace(self, rank=of_layer(self.rank, name, "SubspaceIteration's rank"))
 
     def refuses(self, geometry: ConvGeometry) -> str | None:
         modes = geometry.spatial + 2
@@ -111,13 +100,6 @@ def _followed(x: Tensor, mode: int, rank: int, memory: Memory) -> Tensor:
         known = random_start(size, rank, x)
     memory[key] = iterated(x, mode, known.to(x))
     return memory[key]
-
-
-class _Ranks(dict[str, Rank]):
-    """A dict that is never changed, so that it can be hashed."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self.items()))
 
 
 def _check_rank(rank: object) -> None:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..geometry import ConvGeometry
-from ..ops.exact_conv import Want
+from ..ops.exact_conv import Want, exact_weight_gradient
 from ..ops.low_rank import batch_factors, factors_weight_gradient, most_macs
 from ..ops.subspace import by_variance, can_decompose
-from ..ops.weight import exact_weight_gradient
 from .base import Memory, Method
 
 __all__ = ["SVD"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..geometry import ConvAxis, ConvGeometry
 
-__all__ = ["Gradients", "Want", "exact_backward"]
+__all__ = ["Gradients", "Want", "exact_backward", "exact_weight_gradient"]
 
 
 class Gradients(NamedTuple):
@@ -58,6 +59,13 @@ def exact_backward(
         [want.x, want.weight, False],
     )
     return Gradients(x_grad, weight_grad)
+
+
+def exact_weight_gradient(grad: Tensor, x: Tensor, shape: Sequence[int], geometry: ConvGeometry) -> Tensor:
+    """The gradient of a weight of this shape; its numbers are not needed."""
+    weight = grad.new_empty(()).expand(*shape)
+    found: Tensor = exact_backward(grad, x, weight, geometry, Want(False, True)).weight  # type: ignore[assignment]
+    return found
 
 
 def _linear(grad: Tensor, x: Tensor | None, weight: Tensor, want: Want) -> Gradients:

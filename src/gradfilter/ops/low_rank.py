@@ -8,9 +8,9 @@ from math import prod
 from torch import Tensor
 
 from ..geometry import ConvGeometry
+from .exact_conv import exact_weight_gradient
 from .subspace import Enough, leading
 from .unfolding import at_least_float32, balanced, mode_product
-from .weight import exact_weight_gradient
 
 __all__ = ["batch_factors", "factors_macs", "factors_weight_gradient", "most_macs"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..geometry import ConvAxis, ConvGeometry
+from .exact_conv import exact_weight_gradient
 from .unfolding import at_least_float32, balanced, mode_product
-from .weight import exact_weight_gradient
 
 __all__ = ["compress", "contraction_macs", "is_smaller", "stored_elements", "tucker_weight_gradient"]
 

@@ -1,0 +1,7 @@
+"""Only a norm trains; the layer passes exact gradients on."""
+
+import gradfilter as gf
+
+from . import Sample, exact
+
+SAMPLES = [Sample(gf.NormOnly(), exact)]
