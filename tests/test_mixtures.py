@@ -308,6 +308,11 @@ def test_adapters_in_a_mixture() -> None:
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
+def test_a_passing_layer_remembers_nothing() -> None:
+    model = gf.apply_(tiny(), gf.SparseUpdate(2), "first:1")
+    assert {path.partition(":")[0] for path in gf.method_state(model)} == {"stem.0", "head"}
+
+
 def test_a_passing_layer_gets_no_adapter() -> None:
     model = gf.apply_(tiny(), gf.LowRankAdapter(), "first:1")
     assert [name for name in trained(model) if "gradfilter" in name] == [
@@ -339,7 +344,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a method for layers that do not train": (
         lambda m: gf.plan(m, {"stem.*": gf.SparseUpdate(), "*": gf.Exact()}, "last:1"),
-        "No layer of 'stem.*' is selected to train, so that its SparseUpdate does nothing; select",
+        "The layers of 'stem.*' are frozen, so that their SparseUpdate does nothing; select one of them",
     ),
     "no method for a layer": (
         lambda m: gf.plan(m, {"stem.*": gf.Exact()}),
@@ -401,6 +406,7 @@ def test_reasons_of_layers_that_stay_exact() -> None:
     [
         ("all", {"head": gf.BiasOnly(), "*": gf.Exact()}),
         ("last:1", {"stem.*": gf.Frozen(), "*": gf.Exact()}),
+        ("first:1", {"inverted.*": gf.GradientFilter(), "*": gf.Exact()}),  # how gradients pass through
         ("last:1", {"inverted.*": gf.GradientFilter(), "head": gf.Exact(), "*": gf.SparseUpdate()}),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .calls import conv_geometry
 from .errors import PlanError, nearest
 from .geometry import ConvGeometry
-from .methods import Exact, Frozen, Memory, Method
+from .methods import Exact, Memory, Method
 from .modules import (
     BATCH_NORMS,
     LAYERS,
@@ -56,11 +56,12 @@ def make_plan(
     if isinstance(method, Mapping):
         _check_patterns(method, [layer.name for layer in found], selected)
     methods = {layer.name: _method_for(method, layer.name, layer.name in selected) for layer in found}
-    idle = {
-        layer.name: why
+    reasons = {
+        layer.name: _why_idle(model, layer, methods[layer.name], seen)
         for layer in found
-        if layer.name in selected and (why := _why_idle(model, layer, methods[layer.name], seen)) is not None
+        if layer.name in selected
     }
+    idle = {name: why for name, why in reasons.items() if why is not None}
     chosen = selected - idle.keys()
     if not chosen:
         raise PlanError(_nothing_trains(idle))
@@ -76,12 +77,13 @@ def make_plan(
 
 
 def _check_patterns(methods: Mapping[str, Method], names: Sequence[str], selected: set[str]) -> None:
-    """Every pattern must have a layer that is its own, and trains; '*' is for whatever is left."""
+    """Every pattern must have a layer that is its own, and not frozen; '*' is for whatever is left."""
     left = list(names)
+    frozen = set(names[: next(i for i, name in enumerate(names) if name in selected)])
     for pattern, method in methods.items():
         own = [name for name in left if fnmatchcase(name, pattern)]
         left = [name for name in left if name not in own]
-        if pattern == "*" or any(name in selected for name in own):
+        if pattern == "*" or any(name not in frozen for name in own):
             continue
         if not any(fnmatchcase(name, pattern) for name in names):
             raise PlanError(f"No layer matches {pattern!r} of the methods.{nearest(pattern, names)}")
@@ -89,10 +91,10 @@ def _check_patterns(methods: Mapping[str, Method], names: Sequence[str], selecte
             raise PlanError(
                 f"All layers of {pattern!r} have the method of a pattern before it; put it first."
             )
-        if not isinstance(method, Frozen):
+        if method.trains or method.trains_norm or method.adds_parameters:
             raise PlanError(
-                f"No layer of {pattern!r} is selected to train, so that its {type(method).__name__} does "
-                "nothing; select one, or drop the pattern."
+                f"The layers of {pattern!r} are frozen, so that their {type(method).__name__} does nothing; "
+                "select one of them to train, or drop the pattern."
             )
 
 
@@ -221,12 +223,12 @@ def apply_plan(model: Model, plan: Plan) -> Model:
     _check_same_model(modules, plan)
     _check_changeable(modules)
     trained = trained_parameters(model, plan)
-    methods = {row.name: row.method for row in plan.rows if row.action != "frozen"}
+    planned = {row.name: row for row in plan.rows if row.action != "frozen"}
     moving = set(plan.norms) if plan.norm == "batch" else set()
     try:
         for name, module in modules.items():
             fixed = isinstance(module, BATCH_NORMS) and name not in moving
-            trained |= _change(name, module, methods.get(name), fixed)
+            trained |= _change(module, planned.get(name), fixed)
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
     except BaseException:
@@ -269,28 +271,29 @@ def _check_changeable(modules: dict[str, nn.Module]) -> None:
             )
 
 
-def _change(name: str, module: nn.Module, method: Method | None, fixed: bool) -> set[int]:
+def _change(module: nn.Module, row: LayerPlan | None, fixed: bool) -> set[int]:
     """Give a module its new class and what belongs to it; the ids of the parameters this added."""
     base: Any = type(module)
     role: Any = FixedNorm if fixed else role_of(module)
-    if method:
-        role = AdaptedLayer if method.adds_parameters else RegionLayer
+    if row:
+        role = AdaptedLayer if row.method.adds_parameters else RegionLayer
     if not isinstance(module, torch.fx.GraphModule):  # which writes to its class whenever its graph changes
         module.__class__ = region_class(base, role)
     flags = {name: p.requires_grad for name, p in module.named_parameters(recurse=False)}
     module.__dict__[_RECORD] = {"training": module.training, "requires_grad": flags}
     if fixed:
         module.training = False
-    return _give(method, name, module) if method else set()
+    return _give_method(module, row) if row else set()
 
 
-def _give(method: Method, name: str, module: nn.Module) -> set[int]:
-    module.__dict__["gradfilter_method"] = method
+def _give_method(module: nn.Module, row: LayerPlan) -> set[int]:
     memory: Memory = {}
-    module.__dict__["gradfilter_memory"] = memory
+    module.__dict__.update(gradfilter_method=row.method, gradfilter_memory=memory)
+    if row.action != "train":
+        return set()
     with torch.no_grad():
-        method.prepare(name, module, memory)
-        added = {key: nn.Parameter(value) for key, value in method.added(name, module).items()}
+        row.method.prepare(row.name, module, memory)
+        added = {key: nn.Parameter(value) for key, value in row.method.added(row.name, module).items()}
     for key, parameter in added.items():
         module.register_parameter(f"gradfilter_{key}", parameter)
     return {id(parameter) for parameter in added.values()}

@@ -34,7 +34,7 @@ class LowRankAdapter(FixedWeight):
     >>> import gradfilter as gf
     >>> model = gf.apply_(gf.models.build("tiny"), gf.LowRankAdapter(rank=2), "last:1")
     >>> [(name, *p.shape) for name, p in model.named_parameters() if p.requires_grad][2:]
-    [('head.gradfilter_down', 2, 8), ('head.gradfilter_up', 10, 2)]
+    [('head.gradfilter_down', 2, 32), ('head.gradfilter_up', 10, 2)]
     """
 
     rank: int = 4
