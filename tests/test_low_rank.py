@@ -522,3 +522,11 @@ def test_hosvd_reaches_its_variance_and_its_error_bound() -> None:
         for mode, factor in enumerate(factors):
             core = mode_product(core, factor, mode)
         assert (core - x).square().sum() <= 4 * 0.1 * x.square().sum()
+
+
+def test_the_memory_follows_the_model_to_another_type() -> None:
+    """As it does to another device."""
+    model = applied(nn.Conv2d(8, 4, 3).double(), gf.SubspaceIteration(2))
+    model(smooth(6, 8, 9, 9)).sum().backward()
+    model.float()(smooth(6, 8, 9, 9, dtype=torch.float32)).sum().backward()
+    assert {value.dtype for value in gf.method_state(model).values()} == {torch.float32}
