@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -201,7 +202,7 @@ def test_more_functions_come_closer() -> None:
         layer = nn.Conv2d(2, 2, 1, bias=False, dtype=torch.float64)
         found = gradients(layer, gf.WalshHadamard(8, order), maps, maps)[1]
         errors.append(float((found.view(2, 2) - torch.einsum("nohw,nchw->oc", maps, maps)).abs().max()))
-    assert errors == sorted(errors, reverse=True)
+    assert all(more <= less + 1e-9 for less, more in pairwise(errors))
     assert errors[-1] < 1e-12 < errors[-2]
 
 
@@ -251,6 +252,22 @@ def test_class_tokens_are_exact(extra: int, order: int) -> None:
     assert torch.allclose(bias_grad, g.sum((0, 1)))
 
 
+def test_analyze_counts_the_energy_of_what_is_kept() -> None:
+    """A fifth of it is in the class token, the rest in one function, which the first order leaves out."""
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Identity())
+    x = torch.ones(1, 5, 2)
+    signs = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0]).view(
+        1, 5, 1
+    )  # the map behind the token: left and right
+    shares = []
+    for order in (1, 2):
+        method = gf.WalshHadamard((2, 2), order, tokens=[2, 2], extra_tokens=1)  # type: ignore[arg-type]
+        plan = gf.plan(model, method, example=x)
+        found = gf.analyze(model, x, lambda y: (y * signs).sum(), plan)
+        shares.append(found.rows[0].dc_energy)
+    assert shares == pytest.approx([1 / 5, 1])
+
+
 # Settings and refusals
 
 
@@ -271,6 +288,7 @@ REFUSED: list[tuple[nn.Module, tuple[int, ...], str]] = [
     (nn.Conv2d(4, 4, 1, padding=1), (2, 4, 8, 8), "use GradientFilter"),
     (nn.ConvTranspose2d(4, 4, 1), (2, 4, 8, 8), "use GradientFilter"),
     (nn.Linear(4, 4), (2, 4), "use Exact"),
+    (nn.Linear(4, 4), (2, 0, 3, 4), "use Exact"),
     (nn.Linear(4, 4), (2, 9, 4), "set tokens=(H, W)"),
     (nn.Conv1d(4, 4, 1), (2, 4, 8), "has 2 numbers but the map has 1 axes"),
 ]

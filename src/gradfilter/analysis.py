@@ -43,7 +43,8 @@ class LayerAnalysis:
 
     weight: the weight gradient. output: the gradient that arrives at the layer's output, with the error of
     all later layers in it. input: the gradient that leaves its input, with the layer's own error added.
-    dc_energy: how much of the energy of the exact output gradient is in its patch means; the rest is lost.
+    dc_energy: how much of the energy of the exact output gradient is in its patch means, or in the
+        coefficients of a method that keeps more; the rest is lost.
     """
 
     name: str

@@ -16,6 +16,7 @@ from ..ops.exact_conv import Gradients, Want, exact_backward
 from ..ops.walsh import Basis
 from ..spectral import SpectralGradient
 from .base import Memory, Method
+from .settings import frozen
 
 __all__ = ["WalshHadamard"]
 
@@ -42,8 +43,8 @@ class WalshHadamard(Method):
     extra_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.patch, list):
-            object.__setattr__(self, "patch", tuple(self.patch))
+        for name in ("patch", "tokens"):
+            object.__setattr__(self, name, frozen(getattr(self, name)))
         sides = self.patch if isinstance(self.patch, tuple) else (self.patch,)
         if not sides or not all(_is_whole(side, 1) and side & (side - 1) == 0 for side in sides):
             raise PlanError(
@@ -68,6 +69,8 @@ class WalshHadamard(Method):
                 f"the map behind {count} tokens is not known; set tokens=(H, W), and extra_tokens for others"
             )
         size = self._map(geometry)
+        if prod(size) == 0:
+            return "the map is empty; use Exact"
         if isinstance(self.patch, tuple) and len(self.patch) != len(size):
             return f"patch {self.patch} has {len(self.patch)} numbers but the map has {len(size)} axes"
         return None

@@ -63,33 +63,32 @@ class Basis:
 
     def analyse(self, maps: Tensor) -> Tensor:
         """The coefficients (N, C, 1, count) of maps (N, C, spatial...); channels-last if those are."""
-        x, first = _as_in_memory(maps)
-        extra = x.narrow(first, 0, self.extra)
+        x = maps.movedim(1, -1).contiguous()  # a copy of other maps is cheaper than products along their rows
+        extra = x[:, : self.extra]
         if self.extra:
-            x = x.narrow(first, self.extra, prod(self.sizes)).unflatten(first, self.sizes)
-        for i, axis in enumerate(self._axes):
-            x = axis.analyse(x, first + i)
-        x = x.flatten(first, first + len(self.sizes) - 1)
+            x = x[:, self.extra :].unflatten(1, self.sizes)
+        for i, axis in enumerate(self._axes, 1):
+            x = axis.analyse(x, i)
+        x = x.flatten(1, len(self.sizes))
         if self._chosen is not None:
-            x = x.index_select(first, _index(self._chosen, x.device))
+            x = x.index_select(1, _index(self._chosen, x.device))
         if self.extra:
-            x = torch.cat([extra, x], first)
-        return (x if first == 2 else x.movedim(-1, 1)).unsqueeze(2)
+            x = torch.cat([extra, x], 1)
+        return _channels_first(x, like=maps).unsqueeze(2)
 
     def synthesise(self, coefficients: Tensor) -> Tensor:
         """The maps that have these coefficients, and no others."""
-        x, first = _as_in_memory(coefficients.squeeze(2))
-        extra = x.narrow(first, 0, self.extra)
-        x = x.narrow(first, self.extra, self.count - self.extra)
+        x = coefficients.squeeze(2).movedim(1, -1).contiguous()
+        extra, x = x[:, : self.extra], x[:, self.extra :]
         if self._chosen is not None:
-            shape = [self._products if d == first else n for d, n in enumerate(x.shape)]
-            x = x.new_zeros(shape).index_copy_(first, _index(self._chosen, x.device), x)
-        x = x.unflatten(first, [len(axis.numbers) for axis in self._axes])
-        for i, axis in reversed(list(enumerate(self._axes))):
-            x = axis.synthesise(x, first + i)
+            whole = x.new_zeros(len(x), self._products, x.shape[2])
+            x = whole.index_copy_(1, _index(self._chosen, x.device), x)
+        x = x.unflatten(1, [len(axis.numbers) for axis in self._axes])
+        for i, axis in reversed(list(enumerate(self._axes, 1))):
+            x = axis.synthesise(x, i)
         if self.extra:
-            x = torch.cat([extra, x.flatten(first, first + len(self.sizes) - 1)], first)
-        return x if first == 2 else x.movedim(-1, 1)
+            x = torch.cat([extra, x.flatten(1, len(self.sizes))], 1)
+        return _channels_first(x, like=coefficients)
 
     def sums(self, coefficients: Tensor) -> Tensor:
         """By channel, the sum of all pixels that the coefficients stand for."""
@@ -148,15 +147,14 @@ class _Axis:
 
 
 def _times(matrix: Tensor, x: Tensor, dim: int) -> Tensor:
-    if dim == x.dim() - 1:
-        return x @ matrix.t()
     made: Tensor = matrix @ x.flatten(dim + 1)
     return made.view(*made.shape[:-1], *x.shape[dim + 1 :])
 
 
-def _as_in_memory(maps: Tensor) -> tuple[Tensor, int]:
-    """(N, C, spatial...), or (N, spatial..., C) if memory is like that, and the first spatial dimension."""
-    return (maps.movedim(1, -1), 1) if maps.stride(1) == 1 and maps.shape[1] > 1 else (maps, 2)
+def _channels_first(x: Tensor, like: Tensor) -> Tensor:
+    """(N, spatial..., C) as (N, C, spatial...), in the memory layout of another tensor like that."""
+    maps = x.movedim(-1, 1)
+    return maps if like.stride(1) == 1 else maps.contiguous()
 
 
 @lru_cache(maxsize=1024)
