@@ -191,9 +191,9 @@ def depthwise(
 
 
 def fits_blocks(flat: Tensor) -> bool:
-    """Whether a row of values without gaps can be put into blocks, or taken out of them."""
-    known = ("gf_encode", flat.dtype) in _functions()
-    return known and type(flat) is Tensor and flat.numel() > 0 and flat.device.type == "cpu"
+    """Whether a row of values can be put into blocks, or taken out of them."""
+    known = ("gf_encode", flat.dtype) in _functions() and type(flat) is Tensor
+    return known and flat.numel() > 0 and flat.device.type == "cpu" and flat.is_contiguous()
 
 
 def encode_blocks(

@@ -175,7 +175,7 @@ def _in_memory_order(x: Tensor) -> tuple[Tensor, Layout]:
     """The values one after the other; only what has gaps, or yet another layout, is copied."""
     channels_last = x.dim() > 2 and not x.is_contiguous()
     ordered = x.movedim(1, -1) if channels_last else x
-    return ordered.reshape(-1), Layout(tuple(x.shape), channels_last)
+    return ordered.reshape(-1).contiguous(), Layout(tuple(x.shape), channels_last)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
