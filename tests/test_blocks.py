@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradfilter as gf
+from gradfilter import native
 from gradfilter.errors import PlanError
 from gradfilter.geometry import ConvGeometry
 from gradfilter.ops import blocks
@@ -27,6 +28,16 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 def there_and_back(x: Tensor, how: Blocks, draw: int = 0) -> Tensor:
     return decode(encode(x, how, draw), how, x.dtype)
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All of this is so with the native passes and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "fits_blocks", lambda flat: False)
+    elif not native._functions():
+        pytest.skip("the native passes were not built")
+    return str(request.param)
 
 
 @pytest.fixture
@@ -60,13 +71,15 @@ def test_no_value_is_off_by_more_than_a_step(bits: int, size: int, count: int) -
     assert ((found - x).abs() <= steps * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided", "expanded"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided", "even gaps", "expanded"])
 def test_layouts_come_back(layout: str) -> None:
     x = noise(2, 3, 5, 7)
     if layout == "channels_last":
         x = x.to(memory_format=torch.channels_last)
     if layout == "strided":
         x = noise(2, 3, 5, 14)[..., ::2]
+    if layout == "even gaps":  # a view of one dimension, whose values are still not neighbours
+        x = noise(2, 1, 5, 14)[..., ::2]
     if layout == "expanded":
         x = noise(2, 3, 1, 1).expand(2, 3, 5, 7)
     found = there_and_back(x, Blocks(8))
@@ -120,6 +133,38 @@ def test_halves(dtype: torch.dtype) -> None:
     found = decode(stored, Blocks(8), dtype)
     assert found.dtype == dtype
     assert (found - x).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_native_and_torch_agree(
+    dtype: torch.dtype, threads: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the last digit; a value within that of a step may be rounded the other way."""
+    if way == "torch":
+        return
+    torch.set_num_threads(threads)
+    flips = total = 0
+    for bits in (8, 4, 2):
+        for count in (1, 3, 63, 256, 1000, 70_001, 200_000):
+            x, how = noise(count, dtype=dtype, seed=count), Blocks(bits, 64)
+            x[count // 2] = float("nan") if count == 1000 else x[count // 2]
+            found = encode(x, how, 7)
+            decoded = decode(found, how, dtype)
+            with monkeypatch.context() as without:
+                without.setattr(native, "fits_blocks", lambda flat: False)
+                other = encode(x, how, 7)
+                assert torch.allclose(
+                    decode(found, how, dtype), decoded, rtol=1e-5, atol=1e-6, equal_nan=True
+                )
+            finite = found.ranges[:, 0].isfinite()
+            assert torch.equal(finite, other.ranges[:, 0].isfinite())
+            assert torch.equal(found.ranges[finite], other.ranges[finite])
+            compared = finite.repeat_interleave(8 * bits)[: len(found.codes)]
+            flips += int((found.codes != other.codes)[compared].sum())
+            total += len(found.codes)
+    torch.set_num_threads(1)
+    assert flips <= (1e-4 * total if dtype == torch.float32 else 0)
 
 
 # --- unbiased rounding

@@ -20,8 +20,11 @@ from .build import LIBRARY
 
 __all__ = [
     "Links",
+    "decode_blocks",
     "depthwise",
+    "encode_blocks",
     "fits",
+    "fits_blocks",
     "is_channels_last",
     "max_pool",
     "open_in_both",
@@ -37,6 +40,8 @@ _ARGUMENTS = {
     "gf_max_pool": [_P, _P, _P, _L, _L, _P, _P, _D, _D, _I],
     "gf_gate": [_P, _P, _P, _P, _P, _L, _L, _L, _D, _I],
     "gf_depthwise": [_P, _P, _P, _P, _P, _P, _P, _L, _L, _P, _P, _P, _P, _I],
+    "gf_encode": [_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _I],
+    "gf_decode": [_P, _P, _P, _L, _L, _L, _I],
 }
 
 
@@ -183,6 +188,34 @@ def depthwise(
         *(tensor.data_ptr() for axis in axes for tensor in axis), threads,
     )  # fmt: skip
     return x_grad, weight_grad
+
+
+def fits_blocks(flat: Tensor) -> bool:
+    """Whether a row of values can be put into blocks, or taken out of them."""
+    known = ("gf_encode", flat.dtype) in _functions() and type(flat) is Tensor
+    return known and flat.numel() > 0 and flat.device.type == "cpu" and flat.is_contiguous()
+
+
+def encode_blocks(
+    flat: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    noise: Tensor,
+    blocks: tuple[int, int],
+    tile: tuple[int, int, int],
+) -> None:
+    """Fill in codes and ranges. blocks: values each, bits. tile: length, first offset, next chunk's."""
+    _functions()["gf_encode", flat.dtype](
+        flat.data_ptr(), codes.data_ptr(), ranges.data_ptr(), noise.data_ptr(), len(flat), *blocks, *tile,
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def decode_blocks(codes: Tensor, ranges: Tensor, flat: Tensor, blocks: tuple[int, int]) -> None:
+    """Fill in the values."""
+    _functions()["gf_decode", flat.dtype](
+        codes.data_ptr(), ranges.data_ptr(), flat.data_ptr(), len(flat), *blocks, torch.get_num_threads()
+    )
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

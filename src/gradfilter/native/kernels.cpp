@@ -462,3 +462,141 @@ Axis axis_of(const int32_t *axis, const double *weighs) {
   }
 DEPTHWISE(gf_depthwise_float, float, depthwise_float)
 DEPTHWISE(gf_depthwise_double, double, depthwise_double)
+
+// ------------------------------------------------------------------------------------------------- blocks of few bits
+// Values in blocks of `size`, each with its minimum and step, and whole numbers of BITS bits: part k of a block is in
+// the k-th bits of its bytes. See ops/blocks.py, whose torch version computes the same.
+
+namespace {
+template <class T>
+struct Encode : Job {
+  const T *x;
+  uint8_t *codes;
+  T *ranges;
+  const T *noise;
+  long count, size, bits, tile, offset, next_chunk;
+};
+
+template <class T>
+struct Decode : Job {
+  const uint8_t *codes;
+  const T *ranges;
+  T *x;
+  long count, size, bits;
+};
+
+// Minimum and step of a block; whether all its values are finite. NaN is the minimum where they are not.
+template <class T>
+INLINE bool find_range(const T *x, long width, T levels, T *range) {
+  constexpr int LANES = 32;
+  T low[LANES], high[LANES], odd[LANES];
+  std::fill(low, low + LANES, x[0]);
+  std::fill(high, high + LANES, x[0]);
+  std::fill(odd, odd + LANES, T(0));
+  const long even = width / LANES * LANES;
+  for (long i = 0; i < even; i += LANES)
+    for (int j = 0; j < LANES; j++) {
+      const T v = x[i + j];
+      low[j] = v < low[j] ? v : low[j];
+      high[j] = v > high[j] ? v : high[j];
+      odd[j] += v * T(0);  // NaN if v is not finite
+    }
+  for (long i = even; i < width; i++) {
+    low[0] = x[i] < low[0] ? x[i] : low[0];
+    high[0] = x[i] > high[0] ? x[i] : high[0];
+    odd[0] += x[i] * T(0);
+  }
+  for (int j = 1; j < LANES; j++) {
+    low[0] = std::min(low[0], low[j]);
+    high[0] = std::max(high[0], high[j]);
+    odd[0] += odd[j];
+  }
+  range[1] = (high[0] - low[0]) / levels;
+  range[0] = low[0] + (odd[0] + T(0) * range[1]);
+  return range[0] == range[0];
+}
+
+template <class T, int BITS>
+INLINE void encode_block(const T *x, long width, const T *noise, T *range, uint8_t *codes) {
+  constexpr int PARTS = 8 / BITS;
+  const T levels = (1 << BITS) - 1;
+  const long span = (width + PARTS - 1) / PARTS;
+  if (!find_range(x, width, levels, range)) {
+    std::fill(codes, codes + span, uint8_t(0));
+    return;
+  }
+  const T low = range[0], step = range[1];
+  const T per_step = step < std::numeric_limits<T>::min() ? T(0) : T(1) / step;
+  auto whole = [=](long at) {
+    const T place = (x[at] - low) * per_step + noise[at];
+    return int(place < levels ? place : levels);
+  };
+  const long in_all_parts = std::max(0L, width - (PARTS - 1) * span);
+  for (long i = 0; i < in_all_parts; i++) {
+    int byte = 0;
+    for (int k = 0; k < PARTS; k++) byte |= whole(i + k * span) << (k * BITS);
+    codes[i] = uint8_t(byte);
+  }
+  for (long i = in_all_parts; i < span; i++) {
+    int byte = 0;
+    for (int k = 0; k < PARTS && i + k * span < width; k++) byte |= whole(i + k * span) << (k * BITS);
+    codes[i] = uint8_t(byte);
+  }
+}
+
+template <class T, int BITS>
+INLINE void encode_share(const Encode<T> &job) {
+  const long whole = job.count / job.size, rest = job.count % job.size, bytes = job.size * BITS / 8;
+  const long rows = std::max(1L, job.tile / job.size);
+  const Share mine = my_share(job, whole + (rest > 0));
+  for (long block = mine.begin; block < mine.end; block++) {
+    const bool last = block == whole;  // the short one: a chunk of its own
+    const long chunk = last ? (whole + rows - 1) / rows : block / rows;
+    const long at = (job.offset + chunk * job.next_chunk) % job.tile + (last ? 0 : block % rows * job.size);
+    encode_block<T, BITS>(job.x + block * job.size, last ? rest : job.size, job.noise + at, job.ranges + 2 * block,
+                          job.codes + block * bytes);
+  }
+}
+
+template <class T, int BITS>
+INLINE void decode_share(const Decode<T> &job) {
+  const long whole = job.count / job.size, rest = job.count % job.size, bytes = job.size * BITS / 8;
+  const Share mine = my_share(job, whole + (rest > 0));
+  for (long block = mine.begin; block < mine.end; block++) {
+    const long width = block == whole ? rest : job.size, span = (width * BITS + 7) / 8;
+    const uint8_t *codes = job.codes + block * bytes;
+    T *x = job.x + block * job.size;
+    const T low = job.ranges[2 * block], step = job.ranges[2 * block + 1];
+    for (int k = 0; k < 8 / BITS; k++) {
+      const long part = std::min(span, width - k * span);
+      for (long i = 0; i < part; i++)
+        x[k * span + i] = T((codes[i] >> (k * BITS)) & ((1 << BITS) - 1)) * step + low;
+    }
+  }
+}
+
+#define BY_BITS(SHARE, KIND, T)                                                                                    \
+  const KIND<T> &job = *static_cast<KIND<T> *>(given);                                                             \
+  if (job.bits == 8) SHARE<T, 8>(job);                                                                             \
+  if (job.bits == 4) SHARE<T, 4>(job);                                                                             \
+  if (job.bits == 2) SHARE<T, 2>(job);
+
+EACH_PROCESSOR void encode_float(void *given) { BY_BITS(encode_share, Encode, float) }
+EACH_PROCESSOR void encode_double(void *given) { BY_BITS(encode_share, Encode, double) }
+EACH_PROCESSOR void decode_float(void *given) { BY_BITS(decode_share, Decode, float) }
+EACH_PROCESSOR void decode_double(void *given) { BY_BITS(decode_share, Decode, double) }
+}  // namespace
+
+#define BLOCKS(T)                                                                                                  \
+  EXPORT void gf_encode_##T(const T *x, uint8_t *codes, T *ranges, const T *noise, long count, long size,          \
+                            long bits, long tile, long offset, long next_chunk, int threads) {                     \
+    Encode<T> job{{}, x, codes, ranges, noise, count, size, bits, tile, offset, next_chunk};                       \
+    run(encode_##T, job, count, threads);                                                                          \
+  }                                                                                                                \
+  EXPORT void gf_decode_##T(const uint8_t *codes, const T *ranges, T *x, long count, long size, long bits,         \
+                            int threads) {                                                                         \
+    Decode<T> job{{}, codes, ranges, x, count, size, bits};                                                        \
+    run(decode_##T, job, count, threads);                                                                          \
+  }
+BLOCKS(float)
+BLOCKS(double)

@@ -94,7 +94,8 @@ class Gate(NamedTuple):
         else:
             share = kept.to(values.dtype) / pixels(grid, values)
         share = share if self.shut == 0 else share * (1 - self.shut) + self.shut
-        return values * share if scale is None else values * share * scale
+        made = values * share
+        return made if scale is None else made.mul_(scale)  # dense maps are large: no third one
 
 
 def _is_native(maps: Tensor, grid: Grid) -> bool:

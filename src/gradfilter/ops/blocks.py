@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import native
+
 __all__ = ["TILE", "Blocks", "Encoded", "Layout", "decode", "encode"]
 
 TILE = 1 << 16
@@ -29,7 +31,7 @@ _NEXT_DRAW, _NEXT_CHUNK = 40503, 24657  # odd: multiples of them visit all of th
 
 @dataclass(frozen=True)
 class Blocks:
-    """How to store: bits per value, of 8, 4 and 2, and values per block, which fill whole bytes."""
+    """How to store: 8, 4 or 2 bits per value; values per block, at most TILE, which fill whole bytes."""
 
     bits: int = 8
     size: int = 256
@@ -68,23 +70,17 @@ def encode(x: Tensor, blocks: Blocks, draw: int) -> Encoded:
     (256, torch.Size([2, 2]))
     """
     flat, layout = _in_memory_order(x.detach())
-    chunks = list(_chunks(len(flat), blocks))
-    bytes_needed, blocks_needed = (chunks[-1].codes.stop, chunks[-1].blocks.stop) if chunks else (0, 0)
-    codes = torch.empty(bytes_needed, dtype=torch.uint8, device=x.device)
-    ranges = torch.empty(blocks_needed, 2, dtype=_wide(x.dtype), device=x.device)
-    if x.is_meta:
-        return Encoded(codes, ranges, layout)
-    noise = _noise(ranges.dtype, x.device)
-    scratch = ranges.new_empty(min(len(flat), max(TILE, blocks.size)))
-    for number, chunk in enumerate(chunks):
-        rows, count = len(range(*chunk.blocks.indices(blocks_needed))), chunk.values.stop - chunk.values.start
-        offset = (draw * _NEXT_DRAW + number * _NEXT_CHUNK) % TILE
-        values = flat[chunk.values].view(rows, -1)
-        whole = _rounded(
-            values, ranges[chunk.blocks], noise[offset : offset + count].view(rows, -1), blocks,
-            scratch[:count].view(rows, -1),
-        )  # fmt: skip
-        _pack(whole, codes[chunk.codes].view(rows, -1), blocks)
+    whole, rest = divmod(len(flat), blocks.size)
+    count = whole * blocks.size // blocks.per_byte + -(-rest // blocks.per_byte)
+    codes = torch.empty(count, dtype=torch.uint8, device=x.device)
+    ranges = torch.empty(whole + (rest > 0), 2, dtype=_wide(x.dtype), device=x.device)
+    if not x.is_meta:
+        noise = _noise(ranges.dtype, x.device)
+        if native.fits_blocks(flat):
+            tile = (TILE, draw * _NEXT_DRAW % TILE, _NEXT_CHUNK)
+            native.encode_blocks(flat, codes, ranges, noise, (blocks.size, blocks.bits), tile)
+        else:
+            _encode(flat, codes, ranges, noise, blocks, draw)
     return Encoded(codes, ranges, layout)
 
 
@@ -92,18 +88,36 @@ def decode(encoded: Encoded, blocks: Blocks, dtype: torch.dtype) -> Tensor:
     """The tensor again, in the memory layout it had; the only temporary is the tensor itself."""
     codes, ranges, layout = encoded
     flat = torch.empty(torch.Size(layout.shape).numel(), dtype=dtype, device=codes.device)
-    for chunk in () if codes.is_meta else _chunks(len(flat), blocks):
-        lowest, step = ranges[chunk.blocks].split(1, dim=1)
-        made = flat[chunk.values].view(len(lowest), -1)
-        values = made if dtype == ranges.dtype else torch.empty_like(made, dtype=ranges.dtype)
-        _unpack(codes[chunk.codes].view(len(lowest), -1), values, blocks)
-        values.mul_(step).add_(lowest)
-        if values is not made:
-            made.copy_(values)
+    if dtype == ranges.dtype and native.fits_blocks(flat):
+        native.decode_blocks(codes, ranges, flat, (blocks.size, blocks.bits))
+    elif not codes.is_meta:
+        _decode(codes, ranges, flat, blocks)
     if not layout.channels_last:
         return flat.view(layout.shape)
     n, channels, *sizes = layout.shape
     return flat.view(n, *sizes, channels).movedim(-1, 1)
+
+
+def _encode(flat: Tensor, codes: Tensor, ranges: Tensor, noise: Tensor, blocks: Blocks, draw: int) -> None:
+    scratch = ranges.new_empty(min(len(flat), TILE))
+    for number, chunk in enumerate(_chunks(len(flat), blocks)):
+        own, values = ranges[chunk.blocks], flat[chunk.values]
+        offset = (draw * _NEXT_DRAW + number * _NEXT_CHUNK) % TILE
+        row = (len(own), -1)
+        drawn = noise[offset : offset + len(values)].view(row)
+        whole = _rounded(values.view(row), drawn, scratch[: len(values)].view(row), own, blocks)
+        _pack(whole, codes[chunk.codes].view(row), blocks)
+
+
+def _decode(codes: Tensor, ranges: Tensor, flat: Tensor, blocks: Blocks) -> None:
+    for chunk in _chunks(len(flat), blocks):
+        lowest, step = ranges[chunk.blocks].split(1, dim=1)
+        made = flat[chunk.values].view(len(lowest), -1)
+        values = made if made.dtype == ranges.dtype else torch.empty_like(made, dtype=ranges.dtype)
+        _unpack(codes[chunk.codes].view(len(lowest), -1), values, blocks)
+        values.mul_(step).add_(lowest)
+        if values is not made:
+            made.copy_(values)
 
 
 class _Chunk(NamedTuple):
@@ -127,7 +141,7 @@ def _chunks(count: int, blocks: Blocks) -> Iterator[_Chunk]:
         yield _Chunk(slice(whole, whole + 1), slice(count - rest, count), slice(whole * width, end))
 
 
-def _rounded(values: Tensor, ranges: Tensor, noise: Tensor, blocks: Blocks, scratch: Tensor) -> Tensor:
+def _rounded(values: Tensor, noise: Tensor, scratch: Tensor, ranges: Tensor, blocks: Blocks) -> Tensor:
     """The whole numbers of each row's values, as floats yet to be cut; fills in the rows' ranges."""
     lowest, highest = (m(values, 1, keepdim=True).to(ranges.dtype) for m in (torch.amin, torch.amax))
     step = (highest - lowest).div_(blocks.levels)
@@ -161,7 +175,7 @@ def _in_memory_order(x: Tensor) -> tuple[Tensor, Layout]:
     """The values one after the other; only what has gaps, or yet another layout, is copied."""
     channels_last = x.dim() > 2 and not x.is_contiguous()
     ordered = x.movedim(1, -1) if channels_last else x
-    return ordered.reshape(-1), Layout(tuple(x.shape), channels_last)
+    return ordered.reshape(-1).contiguous(), Layout(tuple(x.shape), channels_last)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
