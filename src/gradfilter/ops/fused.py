@@ -89,14 +89,21 @@ class FusedConv:
 
     def frozen(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """All of it, with ``other`` added before the activation."""
-        tensors = (self.conv.weight, self.conv.bias, *self._norm_tensors())
-        state = [x.dtype, self.serves(x), *_state(*tensors)]
+        state = [x.dtype, self.serves(x), *self.state()]
         if self._folded is None or self._folded[0] != state:
-            weight, bias = self._fold(self.conv.weight.detach(), self.conv.bias)
+            weight, bias = self.folded()
             if self.serves(x):
                 weight = _packed(weight, self.settings, x)
             self._folded = (state, weight, bias)
         return self._run(x, self._folded[1], self._folded[2], self.activation, other)
+
+    def state(self) -> list[Any]:
+        """Differs when any of the numbers has been replaced or written to."""
+        return _state(self.conv.weight, self.conv.bias, *self._norm_tensors())
+
+    def folded(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as they are now, with the norm in them."""
+        return self._fold(self.conv.weight.detach(), self.conv.bias)
 
     def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolution and norm with the weight as it is now, and the activation if it is a gate."""
