@@ -1,4 +1,4 @@
-"""Passes written in C++ (kernels.cpp, inverted_residual.cpp): one sweep over memory, one call, where torch needs several.
+"""Passes written in C++: one sweep over memory, one call, where torch needs several.
 
 Used where the library was built (build.py) and the tensors fit: on a CPU, float32 or float64, channels-last.
 Callers have torch's operators for all else. ``GRADFILTER_NATIVE=0`` in the environment turns the library off.

@@ -17,7 +17,7 @@ __all__ = ["LIBRARY", "build"]
 HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("kernels.cpp", "inverted_residual.cpp")]
 _TEXT = b"".join(path.read_bytes() for path in (*SOURCES, HERE / "parallel.h"))
-# Named after its sources, so that a library of another version is never loaded; ctypes takes ".so" everywhere.
+# Named after its sources: a library of another version is never loaded. ctypes takes ".so" everywhere.
 LIBRARY = HERE / f"kernels-{hashlib.sha256(_TEXT).hexdigest()[:8]}.so"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")
 

@@ -15,6 +15,7 @@
 namespace {
 typedef float Vec __attribute__((vector_size(32)));
 constexpr long LANES = 8, WIDEST = 3;  // floats of a vector, vectors of a panel
+#define UNROLL _Pragma("GCC unroll 8")  // sums stay in registers only where their indices are constants
 
 INLINE Vec load(const float *from) {
   Vec made;
@@ -70,7 +71,7 @@ struct Panels {
 // ------------------------------------------------------------------------------------------------- what fits the cache
 
 constexpr long PANELS_PER_CHUNK = 2, CHUNK = PANELS_PER_CHUNK * WIDEST * LANES;
-constexpr long HIDDEN_FLOATS = 48 * 1024;  // of a tile: well inside an L2 cache, with room for x and y
+constexpr long HIDDEN_FLOATS = 64 * 1024;  // of a tile: well inside an L2 cache, with room for x and y
 constexpr long STRIP_PIXELS = 96;          // between depthwise and project: inside an L1 cache
 constexpr long COLUMNS = 8;                // of a depthwise row at a time
 
@@ -119,9 +120,9 @@ template <int ROWS, int VECS>
 INLINE void multiply(const float *const (&a)[ROWS], long depth, const float *b, Vec (&sum)[ROWS][VECS]) {
   for (long k = 0; k < depth; k++, b += VECS * LANES) {
     Vec weights[VECS];
-    for (int v = 0; v < VECS; v++) weights[v] = load(b + v * LANES);
-    for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECS; v++) sum[r][v] += a[r][k] * weights[v];
+    UNROLL for (int v = 0; v < VECS; v++) weights[v] = load(b + v * LANES);
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int v = 0; v < VECS; v++) sum[r][v] += a[r][k] * weights[v];
   }
 }
 
@@ -137,18 +138,18 @@ INLINE void expand_panel(const Block &job, const float *x, long count, long vect
   for (long pixel = 0; pixel < count;) {
     const float *from[ROWS<VECS>];
     float *to[ROWS<VECS>];
-    for (int r = 0; r < ROWS<VECS>; r++) {
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++) {
       from[r] = x, to[r] = hidden;
       if (++pixel >= count) continue;
       x += job.inputs, hidden += LANES;
       if (++column == job.w.size) column = 0, hidden += 2 * job.w.padding * LANES;
     }
     Vec sum[ROWS<VECS>][VECS];
-    for (int r = 0; r < ROWS<VECS>; r++)
-      for (int v = 0; v < VECS; v++) sum[r][v] = load(bias + v * LANES);
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++)
+      UNROLL for (int v = 0; v < VECS; v++) sum[r][v] = load(bias + v * LANES);
     multiply<ROWS<VECS>, VECS>(from, job.inputs, weights, sum);
-    for (int r = 0; r < ROWS<VECS>; r++)
-      for (int v = 0; v < VECS; v++) store(to[r] + v * job.plan.plane, activated(sum[r][v], job.first));
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++)
+      UNROLL for (int v = 0; v < VECS; v++) store(to[r] + v * job.plan.plane, activated(sum[r][v], job.first));
   }
 }
 
@@ -163,18 +164,18 @@ INLINE void project_panel(const Block &job, const float *strip, long depth, long
     const float *from[ROWS<VECS>];
     long to[ROWS<VECS>];
     Vec sum[ROWS<VECS>][VECS];
-    for (int r = 0; r < ROWS<VECS>; r++) {
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++) {
       const long here = std::min(pixel + r, count - 1);
       from[r] = strip + here * depth, to[r] = here * job.outputs + at;
-      for (int v = 0; v < VECS; v++) {
+      UNROLL for (int v = 0; v < VECS; v++) {
         const long left = v == VECS - 1 ? lanes : LANES;
         sum[r][v] = start ? load_some(y + to[r] + v * LANES, left) : load(bias + v * LANES);
         if (!start && other) sum[r][v] += load_some(other + to[r] + v * LANES, left);
       }
     }
     multiply<ROWS<VECS>, VECS>(from, depth, weights, sum);
-    for (int r = 0; r < ROWS<VECS>; r++)
-      for (int v = 0; v < VECS; v++)
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++)
+      UNROLL for (int v = 0; v < VECS; v++)
         store_some(y + to[r] + v * LANES, sum[r][v], v == VECS - 1 ? lanes : LANES);
   }
 }
@@ -202,13 +203,13 @@ template <int STRIDE, int COUNT>
 INLINE void depthwise_columns(const Block &job, const float *hidden, long line, const float *weight, Vec bias, float *to,
                               long step) {
   Vec sum[COUNT];
-  for (int c = 0; c < COUNT; c++) sum[c] = bias;
+  UNROLL for (int c = 0; c < COUNT; c++) sum[c] = bias;
   for (long a = 0; a < job.h.kernel; a++, hidden += line)
     for (long b = 0; b < job.w.kernel; b++, weight += LANES) {
       const Vec tap = load(weight);
-      for (int c = 0; c < COUNT; c++) sum[c] += tap * load(hidden + (b + c * STRIDE) * LANES);
+      UNROLL for (int c = 0; c < COUNT; c++) sum[c] += tap * load(hidden + (b + c * STRIDE) * LANES);
     }
-  for (int c = 0; c < COUNT; c++) store(to + c * step, activated(sum[c], job.second));
+  UNROLL for (int c = 0; c < COUNT; c++) store(to + c * step, activated(sum[c], job.second));
 }
 
 // `rows` rows of the strip, one vector of channels. What is written past the end of a row is overwritten by the next.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import native
 
-__all__ = ["Stage", "is_built", "pack", "run"]
+__all__ = ["Sizes", "Stage", "is_built", "pack", "run", "sizes"]
 
 LANES, WIDEST = 8, 3  # floats of a vector, vectors of a panel, as in inverted_residual.cpp
 _NAMES = ("gf_inverted_residual", "gf_inverted_residual_scratch")
@@ -25,11 +25,18 @@ class Stage(NamedTuple):
     bias: Tensor | None
 
 
+class Sizes(NamedTuple):
+    """Of one call: the output's shape, and all numbers as inverted_residual.cpp reads them."""
+
+    y_shape: tuple[int, int, int, int]
+    numbers: Any
+
+
 def is_built() -> bool:
     return (_NAMES[0], torch.float32) in native._functions()
 
 
-def pack(expand: Stage | None, depthwise: Stage, project: Stage) -> Tensor:
+def pack(*, expand: Stage | None, depthwise: Stage, project: Stage) -> Tensor:
     """All of a block's numbers in the order in which they are read."""
     hidden = _whole(len(depthwise.weight))
     by_vector = _filled(depthwise.weight.flatten(1), hidden).view(hidden // LANES, LANES, -1).transpose(1, 2)
@@ -63,17 +70,20 @@ def _panels(weight: Tensor) -> Iterator[Tensor]:
         yield weight[begin:end].t()
 
 
-def run(
-    x: Tensor, other: Tensor | None, weights: Tensor, y_shape: Sequence[int], shape: ctypes.Array[ctypes.c_int64],
-    activations: ctypes.Array[ctypes.c_float],
-) -> Tensor:  # fmt: skip
-    """The block of x, and ``other`` added; shape and activations as inverted_residual.cpp has them."""
+def sizes(n: int, channels: tuple[int, int, int], expands: bool, axes: Sequence[tuple[int, ...]]) -> Sizes:
+    """channels: of x, hidden and of y; axes: size, outputs, kernel, stride, padding of height and width."""
+    numbers = [n, *channels, expands, *axes[0], *axes[1]]
+    return Sizes((n, channels[-1], axes[0][1], axes[1][1]), (ctypes.c_int64 * len(numbers))(*numbers))
+
+
+def run(x: Tensor, other: Tensor | None, weights: Tensor, sizes: Sizes, activations: Any) -> Tensor:
+    """The block of x, and ``other`` added; two activations of three float32 each, as the pass reads them."""
     run_block, count_scratch = (native._functions()[name, torch.float32] for name in _NAMES)
     threads = torch.get_num_threads()
-    y = torch.empty(y_shape, memory_format=torch.channels_last)
-    scratch = torch.empty(count_scratch(shape, threads))
+    y = torch.empty(sizes.y_shape, dtype=torch.float32, memory_format=torch.channels_last)
+    scratch = torch.empty(count_scratch(sizes.numbers, threads), dtype=torch.float32)
     run_block(
         x.data_ptr(), None if other is None else other.data_ptr(), y.data_ptr(), weights.data_ptr(),
-        shape, activations, scratch.data_ptr(), threads,
+        sizes.numbers, activations, scratch.data_ptr(), threads,
     )  # fmt: skip
     return y

@@ -1,7 +1,7 @@
 """A frozen inverted residual in one native pass, so that its wide hidden maps never reach memory.
 
-Expand (1x1) and its activation, depthwise and its activation, project (1x1), and a residual sum. Where the pass
-does not serve, its convolutions run one after the other. Results differ by rounding.
+Expand (1x1) and its activation, depthwise and its activation, project (1x1), and a residual sum. Where the
+pass does not serve, its convolutions run one after the other. Results differ by rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..native import inverted_residual as native
 from ..native import is_channels_last
 from .fused import Activation, FusedConv
 
-__all__ = ["InvertedResidual", "can_be_depthwise", "is_pointwise", "is_native"]
+__all__ = ["InvertedResidual", "is_depthwise", "is_native", "is_pointwise"]
 
 _BOUNDED, _LEAKY, _HARDSWISH = range(3)  # as inverted_residual.cpp numbers them
 _ENDLESS = float("inf")
@@ -28,7 +28,7 @@ def is_pointwise(conv: nn.Conv2d) -> bool:
     return conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
 
 
-def can_be_depthwise(conv: nn.Conv2d) -> bool:
+def is_depthwise(conv: nn.Conv2d) -> bool:
     return (
         conv.groups == conv.in_channels == conv.out_channels
         and conv.dilation == (1, 1)
@@ -68,30 +68,17 @@ class InvertedResidual:
         self.expand, self.depthwise, self.project, self.one_by_one = expand, depthwise, project, one_by_one
         self.stages = [stage for stage in (expand, depthwise, project) if stage is not None]
         self._packed: tuple[list[Any], Tensor | None] | None = None
-        self._shapes: dict[tuple[int, ...], tuple[tuple[int, ...], Any]] = {}
+        self._sizes: tuple[tuple[int, ...], native.Sizes | None] | None = None
         first, second = (() if s is None else _numbers(s.activation) or () for s in (expand, depthwise))
         self._activations = (ctypes.c_float * 6)(*(first or second), *second)
 
-    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        if not self._serves(x):
-            return self._one_by_one(x, other)
-        y_shape, shape = self._shape(tuple(x.shape))
-        weights = self._weights()
-        if weights is None or not _is_plain(other, y_shape):
-            return self._one_by_one(x, other)
-        return native.run(x, other, weights, y_shape, shape, self._activations)
-
-    def _one_by_one(self, x: Tensor, other: Tensor | None) -> Tensor:
-        return self.one_by_one(x) if other is None else self.one_by_one(x, other)
-
-    def _serves(self, x: Tensor) -> bool:
-        conv = self.depthwise.conv
-        return (
-            native.is_built()
-            and _is_plain(x, None)
-            and x.shape[1] == self.stages[0].conv.in_channels
-            and all(n + 2 * int(p) >= k for n, p, k in zip(x.shape[2:], conv.padding, conv.kernel_size, strict=True))
-        )
+    def __call__(self, x: Tensor, *other: Tensor) -> Tensor:
+        """The block of x, with ``other`` added if it is given."""
+        sizes = self._sizes_for(tuple(x.shape)) if native.is_built() and _is_plain(x) else None
+        weights = None if sizes is None else self._weights()
+        if sizes is None or weights is None or not all(_is_plain(o, sizes.y_shape) for o in other):
+            return self.one_by_one(x, *other)
+        return native.run(x, other[0] if other else None, weights, sizes, self._activations)
 
     def _weights(self) -> Tensor | None:
         """None where they are not all float32 on a CPU."""
@@ -105,26 +92,31 @@ class InvertedResidual:
         tensors = [t for stage in stages for t in stage if t is not None]
         if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
             return None
-        return native.pack(None if self.expand is None else stages[0], *stages[-2:])
+        expand = None if self.expand is None else stages[0]
+        return native.pack(expand=expand, depthwise=stages[-2], project=stages[-1])
 
-    def _shape(self, x_shape: tuple[int, ...]) -> tuple[tuple[int, ...], Any]:
-        """The output's shape, and all sizes as inverted_residual.cpp reads them."""
-        if x_shape not in self._shapes:
-            n, inputs, *sizes = x_shape
-            conv, outputs = self.depthwise.conv, self.project.conv.out_channels
-            settings = zip(sizes, conv.kernel_size, conv.stride, map(int, conv.padding), strict=True)
-            axes = [(size, (size + 2 * pad - k) // stride + 1, k, stride, pad) for size, k, stride, pad in settings]
-            numbers = [n, inputs, conv.in_channels, outputs, self.expand is not None, *axes[0], *axes[1]]
-            self._shapes[x_shape] = (
-                (n, outputs, axes[0][1], axes[1][1]),
-                (ctypes.c_int64 * len(numbers))(*numbers),
-            )
-        return self._shapes[x_shape]
+    def _sizes_for(self, x_shape: tuple[int, ...]) -> native.Sizes | None:
+        """None where the convolutions cannot read such maps."""
+        if self._sizes is None or self._sizes[0] != x_shape:
+            self._sizes = (x_shape, self._measure(*x_shape))
+        return self._sizes[1]
+
+    def _measure(self, n: int, inputs: int, *spatial: int) -> native.Sizes | None:
+        conv: Any = self.depthwise.conv
+        axes = []
+        for size, kernel, stride, pad in zip(
+            spatial, conv.kernel_size, conv.stride, conv.padding, strict=True
+        ):
+            axes.append((size, (size + 2 * pad - kernel) // stride + 1, kernel, stride, pad))
+        if inputs != self.stages[0].conv.in_channels or min(outputs for _, outputs, *_ in axes) < 1:
+            return None
+        channels = (inputs, conv.in_channels, self.project.conv.out_channels)
+        return native.sizes(n, channels, self.expand is not None, axes)
 
 
-def _is_plain(maps: Tensor | None, shape: tuple[int, ...] | None) -> bool:
-    """Whether the native pass can read these maps; it takes None for nothing to add."""
-    return maps is None or (
+def _is_plain(maps: Tensor, shape: tuple[int, ...] | None = None) -> bool:
+    """Whether the native pass can read these maps."""
+    return (
         type(maps) is Tensor
         and maps.dtype == torch.float32
         and maps.device.type == "cpu"
