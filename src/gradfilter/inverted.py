@@ -10,8 +10,8 @@ from torch import nn
 from torch.fx import Node
 
 from .native.inverted_residual import is_built
-from .ops.fused import NONE
-from .ops.inverted_residual import is_depthwise, is_native, is_pointwise
+from .ops.fused import NONE, is_pointwise
+from .ops.inverted_residual import is_depthwise, is_native
 
 if TYPE_CHECKING:
     from .fusion import Chain

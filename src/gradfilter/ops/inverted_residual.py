@@ -17,15 +17,10 @@ from ..native import inverted_residual as native
 from ..native import is_channels_last
 from .fused import Activation, FusedConv
 
-__all__ = ["InvertedResidual", "is_depthwise", "is_native", "is_pointwise"]
+__all__ = ["InvertedResidual", "is_depthwise", "is_native"]
 
 _BOUNDED, _LEAKY, _HARDSWISH = range(3)  # as inverted_residual.cpp numbers them
 _ENDLESS = float("inf")
-
-
-def is_pointwise(conv: nn.Conv2d) -> bool:
-    """Whether each output pixel is a product of the same input pixel."""
-    return conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
 
 
 def is_depthwise(conv: nn.Conv2d) -> bool:
