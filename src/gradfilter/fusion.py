@@ -275,7 +275,10 @@ def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node]) -> Ste
         return Step(last, partial(_frozen_sum, fused), (x, other), {}, fused)
     if chain.conv in frozen:
         return Step(last, fused.frozen, (x,), {}, fused)
-    return Step(last, partial(_trained, fused), (x,), {}, fused)
+    kind = fused.activation
+    run = None if kind.is_gate else kind.run_
+    followers = Followers(fused.norm, None, run_activation=run, slope=kind.slope)
+    return Step(last, partial(_trained, fused, followers), (x,), {}, fused)
 
 
 def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node]) -> Step:
@@ -301,7 +304,7 @@ def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor) -> Tensor:
     return fused.activation.run_(alone.frozen(x) + other)
 
 
-def _trained(fused: FusedConv, x: Tensor) -> Tensor:
+def _trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
     """As one autograd node, with the layer's method."""
     conv: Any = fused.conv
     if not any(t is not None and t.requires_grad for t in (x, conv.weight, conv.bias)):
@@ -310,17 +313,14 @@ def _trained(fused: FusedConv, x: Tensor) -> Tensor:
         y = conv(x) if fused.norm is None else fused.norm(conv(x))
         return fused.activation.run_(y)
     with torch._C.DisableTorchFunction():  # the region has no part in what happens inside
-        return _run_trained(fused, x)
+        return _run_trained(fused, followers, x)
 
 
-def _run_trained(fused: FusedConv, x: Tensor) -> Tensor:
+def _run_trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
     conv: Any = fused.conv
     geometry = _geometry(fused, x)
     method: Method = conv.gradfilter_method
     method = Exact() if method.refuses(geometry) else method
-    kind = fused.activation
-    run = None if kind.is_gate else kind.run_
-    followers = Followers(fused.norm, None, run_activation=run, slope=kind.slope)
     return run_layer(x, conv.weight, conv.bias, Call(fused.trained, geometry, method, 1, followers))
 
 
