@@ -60,7 +60,7 @@ def _functions() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
             function = getattr(library, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
             found[name, dtype] = function
-    for name, (arguments, result) in _FLOAT_ONLY.items():
+    for name, (arguments, result) in _FLOAT_ONLY.items() if library.gf_inverted_residual_is_fast() else ():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
         found[name, torch.float32] = function

@@ -360,6 +360,17 @@ Shape shape_of(const int64_t *s) {
 Activation activation_of(const float *a) { return {Activation::Kind(int(a[0])), a[1], a[2]}; }
 }  // namespace
 
+// Whether this processor has the registers that the products were made for; else oneDNN is faster.
+EXPORT int gf_inverted_residual_is_fast() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__x86_64__) && !defined(__AVX2__)
+  return 0;  // compiled once, for the oldest processor
+#else
+  return 1;
+#endif
+}
+
 // Floats of working memory.
 EXPORT long gf_inverted_residual_scratch(const int64_t *shape, int threads) {
   const Plan plan = plan_of(shape_of(shape), threads);
