@@ -1,6 +1,7 @@
 """Which nodes of a traced model run as one: convolution, fixed norm, residual sum, activation.
 
-Reads a torch.fx graph and makes a list of steps; a step is one node, or a chain that runs as a ``FusedConv``.
+Reads a torch.fx graph and makes a list of steps; a step is one node, a chain that runs as a ``FusedConv``, or
+the chains of an ``InvertedResidual``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch.fx.node import map_arg
 
 from .calls import conv_geometry
 from .geometry import ConvGeometry
+from .inverted import Block, find_blocks
 from .methods import Exact, Method
 from .modules import CONVOLUTIONS, LAYERS, NORMS, AdaptedLayer
 from .ops.fused import HARDSWISH, NONE, RELU, SILU, Activation, FusedConv, activation_of, bounded
+from .ops.inverted_residual import InvertedResidual
 from .ops.layer import Call, Followers, run_layer
 
 __all__ = ["Step", "describe", "make_steps", "why_unsafe"]
@@ -92,7 +95,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class _Chain:
+class Chain:
     """Nodes that run as one, when ``starts`` is reached; the result is the value of the last."""
 
     conv: Node
@@ -112,12 +115,16 @@ class _Chain:
 
 def make_steps(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[Step]:
     """What to do, in order; the nodes in ``frozen`` need no gradient, and come first."""
-    chains = [c for node in graph.nodes if (c := _chain(node, modules, frozen)) is not None]
-    starts = {chain.starts: chain for chain in chains}
+    chains = _chains(graph, modules, frozen)
+    blocks = {block.project.starts: block for block in find_blocks(chains, modules, frozen)}
+    in_blocks = {chain.conv for block in blocks.values() for chain in block.chains.values()}
+    starts = {chain.starts: chain for chain in chains if chain.conv not in in_blocks}
     inside = {node for chain in chains for node in chain.nodes}
     made: dict[Node, Step] = {}
     for node in graph.nodes:
-        if node in starts:
+        if node in blocks:
+            step = _block_step(blocks[node], modules, frozen)
+        elif node in starts:
             step = _fused_step(starts[node], modules, frozen)
         elif node in inside or node.op in ("placeholder", "output"):
             continue
@@ -163,7 +170,8 @@ def _may_be_a_view(node: Node, modules: dict[str, Any]) -> bool:
 
 def describe(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[list[str]]:
     """Of every convolution: its name, what runs with it, and why no more does."""
-    made = []
+    made, blocks = [], find_blocks(_chains(graph, modules, frozen), modules, frozen)
+    roles = {chain.conv: role for block in blocks for role, chain in block.chains.items()}
     for node in graph.nodes:
         module = modules[str(node.target)] if node.op == "call_module" else None
         if not isinstance(module, CONVOLUTIONS):
@@ -175,7 +183,8 @@ def describe(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[l
             )
             continue
         parts = {"norm": chain.norm, "sum": chain.add, chain.kind.name: chain.activation}
-        how = " + ".join(["conv", *(name for name, part in parts.items() if part is not None)])
+        begins = f"inverted residual: {roles[node]}" if node in roles else "conv"
+        how = " + ".join([begins, *(name for name, part in parts.items() if part is not None)])
         made.append([str(node.target), how, "" if chain.norm else _why_no_norm(node, modules)])
     return made
 
@@ -188,7 +197,11 @@ def _why_no_norm(conv: Node, modules: dict[str, Any]) -> str:
     return "its norm uses batch statistics" if module.training else "its norm trains"
 
 
-def _chain(conv: Node, modules: dict[str, Any], frozen: set[Node]) -> _Chain | None:
+def _chains(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[Chain]:
+    return [chain for node in graph.nodes if (chain := _chain(node, modules, frozen)) is not None]
+
+
+def _chain(conv: Node, modules: dict[str, Any], frozen: set[Node]) -> Chain | None:
     """The chain that begins with this node, if it is a convolution that can be fused."""
     module = modules[str(conv.target)] if conv.op == "call_module" else None
     if _why_alone(module) or not (conv in frozen or hasattr(module, "gradfilter_method")):
@@ -204,8 +217,8 @@ def _chain(conv: Node, modules: dict[str, Any], frozen: set[Node]) -> _Chain | N
     activation = _only_reader(last)
     kind = None if activation is None else _activation(activation, modules)
     if kind is None:
-        return _Chain(conv, norm, add, None, NONE)
-    return _Chain(conv, norm, add, activation, kind)
+        return Chain(conv, norm, add, None, NONE)
+    return Chain(conv, norm, add, activation, kind)
 
 
 def _why_alone(module: Any) -> str:
@@ -256,7 +269,7 @@ def _activation(node: Node, modules: dict[str, Any]) -> Activation | None:
     return FUNCTIONS.get(node.target) if plain else None
 
 
-def _fused_step(chain: _Chain, modules: dict[str, Any], frozen: set[Node]) -> Step:
+def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node]) -> Step:
     norm = None if chain.norm is None else modules[chain.norm.target]  # type: ignore[index]
     fused = FusedConv(modules[chain.conv.target], norm, chain.kind)  # type: ignore[index]
     last, x = chain.nodes[-1], chain.conv.args[0]
@@ -266,7 +279,26 @@ def _fused_step(chain: _Chain, modules: dict[str, Any], frozen: set[Node]) -> St
         return Step(last, partial(_frozen_sum, fused), (x, other), {}, fused)
     if chain.conv in frozen:
         return Step(last, fused.frozen, (x,), {}, fused)
-    return Step(last, partial(_trained, fused), (x,), {}, fused)
+    kind = fused.activation
+    run = None if kind.is_gate else kind.run_
+    followers = Followers(fused.norm, None, run_activation=run, slope=kind.slope)
+    return Step(last, partial(_trained, fused, followers), (x,), {}, fused)
+
+
+def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node]) -> Step:
+    steps = {role: _fused_step(chain, modules, frozen) for role, chain in block.chains.items()}
+    stages: dict[str, Any] = {role: step.fused for role, step in steps.items()}
+    first, *_, last = steps.values()
+    one_by_one = partial(_one_by_one, [step.run for step in steps.values()])
+    run = InvertedResidual(stages.get("expand"), stages["depthwise"], stages["project"], one_by_one)
+    return Step(last.node, run, (*first.args, *last.args[1:]), {})
+
+
+def _one_by_one(stages: list[Callable[..., Tensor]], x: Tensor, *other: Tensor) -> Tensor:
+    *before, last = stages
+    for stage in before:
+        x = stage(x)
+    return last(x, *other)
 
 
 def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor) -> Tensor:
@@ -276,7 +308,7 @@ def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor) -> Tensor:
     return fused.activation.run_(alone.frozen(x) + other)
 
 
-def _trained(fused: FusedConv, x: Tensor) -> Tensor:
+def _trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
     """As one autograd node, with the layer's method."""
     conv: Any = fused.conv
     if not any(t is not None and t.requires_grad for t in (x, conv.weight, conv.bias)):
@@ -285,20 +317,16 @@ def _trained(fused: FusedConv, x: Tensor) -> Tensor:
         y = conv(x) if fused.norm is None else fused.norm(conv(x))
         return fused.activation.run_(y)
     with torch._C.DisableTorchFunction():  # the region has no part in what happens inside
-        return _run_trained(fused, x)
+        return _run_trained(fused, followers, x)
 
 
-def _run_trained(fused: FusedConv, x: Tensor) -> Tensor:
+def _run_trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
     conv: Any = fused.conv
     geometry = _geometry(fused, x)
     method: Method = conv.gradfilter_method
     method = Exact() if method.refuses(geometry) else method
-    kind = fused.activation
-    run = None if kind.is_gate else kind.run_
-    followers = Followers(fused.norm, None, run_activation=run, slope=kind.slope)
-    return run_layer(
-        x, conv.weight, conv.bias, Call(fused.trained, geometry, method, conv.gradfilter_memory, 1, followers)
-    )
+    call = Call(fused.trained, geometry, method, conv.gradfilter_memory, 1, followers)
+    return run_layer(x, conv.weight, conv.bias, call)
 
 
 def _geometry(fused: FusedConv, x: Tensor) -> ConvGeometry:

@@ -197,6 +197,8 @@ def _refine(values: Tensor, source: Grid, target: Grid) -> Tensor:
 
 def apply_along(values: Tensor, matrix: Tensor, dim: int) -> Tensor:
     """Multiply dimension ``dim`` by a small (new x old) matrix, keeping channels-last maps channels-last."""
+    if matrix.numel() == 1:
+        return values * matrix.item()
     matrix = matrix.to(dtype=values.dtype, device=values.device)
     if values.dim() == 4 and dim == 3 and values.stride(1) == 1:
         return (matrix @ values.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

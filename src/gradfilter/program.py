@@ -261,6 +261,7 @@ class Program:
         self._ready: dict[Any, Ready] = {}
         self._owner: weakref.ref[nn.Module] | None = None
         self._modules: list[nn.Module] = []
+        self._parameters: list[dict[str, Any]] = []
         self._hooks: list[Any] = []
 
     def __deepcopy__(self, memo: Any) -> Program:
@@ -273,6 +274,7 @@ class Program:
         """The steps for such a call; None where the module's own forward has to run."""
         if self._owner is None:
             self._owner, self._modules = weakref.ref(module), list(module.modules())
+            self._parameters = [m._parameters for m in self._modules]
             self._hooks = _hooks(self._modules[1:])
         if self._owner() is not module or kwargs or any(self._hooks) or _has_any_global_hook():
             return None  # nn.DataParallel's replicas share this program, but not its modules
@@ -280,15 +282,15 @@ class Program:
             return None
         if not all(type(a) is Tensor for a in args):
             return None
-        parameters = [p for m in self._modules for p in m._parameters.values() if p is not None]
+        parameters = [p for owned in filter(None, self._parameters) for p in owned.values() if p is not None]
         key = (
             torch.is_grad_enabled() and tuple(map(_requires_grad, args)),
             tuple(map(_training, self._modules)),
             tuple(map(_requires_grad, parameters)),
         )
-        if key not in self._ready:
-            self._ready[key] = _make_ready(module, args)
-        ready = self._ready[key]
+        ready = self._ready.get(key)
+        if ready is None:
+            ready = self._ready[key] = _make_ready(module, args)
         return ready if len(ready.inputs) == len(args) else None
 
 

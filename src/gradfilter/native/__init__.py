@@ -1,4 +1,4 @@
-"""Passes written in C++ (kernels.cpp): one sweep over memory, one call, where torch needs several.
+"""Passes written in C++: one sweep over memory, one call, where torch needs several.
 
 Used where the library was built (build.py) and the tensors fit: on a CPU, float32 or float64, channels-last.
 Callers have torch's operators for all else. ``GRADFILTER_NATIVE=0`` in the environment turns the library off.
@@ -43,6 +43,10 @@ _ARGUMENTS = {
     "gf_encode": [_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _I],
     "gf_decode": [_P, _P, _P, _L, _L, _L, _I],
 }
+_FLOAT_ONLY = {
+    "gf_inverted_residual": ([_P, _P, _P, _P, _P, _P, _P, _I], None),
+    "gf_inverted_residual_scratch": ([_P, _I], _L),
+}
 
 
 @cache
@@ -61,6 +65,10 @@ def _functions() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
             function = getattr(library, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
             found[name, dtype] = function
+    for name, (arguments, result) in _FLOAT_ONLY.items() if library.gf_inverted_residual_is_fast() else ():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+        found[name, torch.float32] = function
     return found
 
 

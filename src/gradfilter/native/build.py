@@ -1,4 +1,4 @@
-"""Compile kernels.cpp. At install the build hook does; later, ``python -m gradfilter.native``.
+"""Compile the C++ sources here. At install the build hook does; later, ``python -m gradfilter.native``.
 
 Needs a C++ compiler and nothing else. Without one gradfilter works all the same, with torch's operators.
 """
@@ -14,9 +14,11 @@ from pathlib import Path
 
 __all__ = ["LIBRARY", "build"]
 
-SOURCE = Path(__file__).parent / "kernels.cpp"
-# Named after its source, so that a library of another version is never loaded; ctypes takes ".so" everywhere.
-LIBRARY = SOURCE.with_name(f"kernels-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]}.so")
+HERE = Path(__file__).parent
+SOURCES = [HERE / name for name in ("kernels.cpp", "inverted_residual.cpp")]
+_TEXT = b"".join(path.read_bytes() for path in (*SOURCES, HERE / "parallel.h"))
+# Named after its sources: a library of another version is never loaded. ctypes takes ".so" everywhere.
+LIBRARY = HERE / f"kernels-{hashlib.sha256(_TEXT).hexdigest()[:8]}.so"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")
 
 
@@ -30,7 +32,7 @@ def build(target: Path = LIBRARY) -> str | None:
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)  # noqa: S603
             if done.returncode:
                 return f"{compiler} failed: {done.stderr.strip()[-300:]}"

@@ -8,58 +8,16 @@
 #include <cstdint>
 #include <limits>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define EACH_PROCESSOR __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define EACH_PROCESSOR
-#endif
-#define INLINE static inline __attribute__((always_inline))
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#include "parallel.h"
 
-// ------------------------------------------------------------------------------------------------- threads
-// torch's own OpenMP threads, handed over by Python: a second pool would fight with them for the cores.
-
-using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
-using Number = int (*)();
-extern "C" {
-__attribute__((visibility("default"))) Parallel gf_parallel = nullptr;
-}
-namespace {
+Parallel gf_parallel = nullptr;
 Number thread_number = nullptr, thread_count = nullptr;
-}  // namespace
 
 EXPORT void gf_use_threads(void *parallel, void *number, void *count) {
   gf_parallel = reinterpret_cast<Parallel>(parallel);
   thread_number = reinterpret_cast<Number>(number);
   thread_count = reinterpret_cast<Number>(count);
 }
-
-namespace {
-struct Job {
-  bool alone;
-};
-
-struct Share {
-  long begin, end;
-};
-
-// The items of [0, total) that the calling thread works on.
-Share my_share(const Job &job, long total) {
-  if (job.alone) return {0, total};
-  long count = thread_count(), number = thread_number();
-  return {total * number / count, total * (number + 1) / count};
-}
-
-// `work` in elements: waking threads costs more than a small job.
-template <class J>
-void run(void (*body)(void *), J &job, long work, int threads) {
-  job.alone = !gf_parallel || threads < 2 || work < 16384;
-  if (job.alone)
-    body(&job);
-  else
-    gf_parallel(body, &job, threads, 0);
-}
-}  // namespace
 
 // ------------------------------------------------------------------------------------------------- patches of a map
 // One sweep over a map: the mean of every patch, and in how many of its pixels a gate is open. A gate is open unless

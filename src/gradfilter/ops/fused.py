@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .activation import Gate, Slope, SlopeKind
+from .layout import rows
 
 __all__ = [
     "HARDSWISH",
@@ -24,6 +25,7 @@ __all__ = [
     "FusedConv",
     "activation_of",
     "bounded",
+    "is_pointwise",
 ]
 
 aten = torch.ops.aten
@@ -86,17 +88,25 @@ class FusedConv:
         self._norm_factors: tuple[list[Any], Tensor, Tensor] | None = None
         padding: Any = conv.padding
         self.settings = (padding, conv.stride, conv.dilation, conv.groups)
+        self._is_pointwise = is_pointwise(conv)
 
     def frozen(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """All of it, with ``other`` added before the activation."""
-        tensors = (self.conv.weight, self.conv.bias, *self._norm_tensors())
-        state = [x.dtype, self.serves(x), *_state(*tensors)]
+        state = [x.dtype, self.serves(x), *self.state()]
         if self._folded is None or self._folded[0] != state:
-            weight, bias = self._fold(self.conv.weight.detach(), self.conv.bias)
+            weight, bias = self.folded()
             if self.serves(x):
                 weight = _packed(weight, self.settings, x)
             self._folded = (state, weight, bias)
         return self._run(x, self._folded[1], self._folded[2], self.activation, other)
+
+    def state(self) -> list[Any]:
+        """Differs when any of the numbers has been replaced or written to."""
+        return _state(self.conv, _CONV) + ([] if self.norm is None else _state(self.norm, _NORM))
+
+    def folded(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as they are now, with the norm in them."""
+        return self._fold(self.conv.weight.detach(), self.conv.bias)
 
     def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolution and norm with the weight as it is now, and the activation if it is a gate."""
@@ -124,8 +134,7 @@ class FusedConv:
     ) -> Tensor:
         # With weights that are not packed, and small maps, torch's own call is the faster one.
         if not self.serves(x) or (weight.layout is torch.strided and 2 * weight.numel() > x.numel()):
-            padding, stride, dilation, groups = self.settings
-            y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+            y = self._plain(x, weight, bias)
             return activation.run_(y if other is None else y.add_(other))
         ops = torch.ops.mkldnn
         name, numbers = activation.name, list(activation.numbers)
@@ -140,6 +149,12 @@ class FusedConv:
         made = ops._convolution_pointwise.binary(x, other, *settings)
         return made if name == "relu" else activation.run_(made)
 
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self._is_pointwise and self.serves(x) and x.is_contiguous(memory_format=torch.channels_last):
+            return _product(x, weight, bias)
+        padding, stride, dilation, groups = self.settings
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
     def _fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.norm is None:
             return weight, None if bias is None else bias.detach()
@@ -149,7 +164,7 @@ class FusedConv:
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What the norm multiplies by and adds."""
-        state = [dtype, *_state(*self._norm_tensors())]
+        state = [dtype, *_state(self.norm, _NORM)]
         if self._norm_factors is None or self._norm_factors[0] != state:
             norm = self.norm
             scale = torch.rsqrt(norm.running_var.double() + norm.eps)
@@ -161,14 +176,43 @@ class FusedConv:
             self._norm_factors = (state, scale.to(dtype), shift.to(dtype))
         return self._norm_factors[1], self._norm_factors[2]
 
-    def _norm_tensors(self) -> tuple[Tensor | None, ...]:
-        norm = self.norm
-        return () if norm is None else (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+
+_CONV, _NORM = ("weight", "bias"), ("running_mean", "running_var", "weight", "bias")
 
 
-def _state(*tensors: Tensor | None) -> list[Any]:
-    """Differs when any of the tensors has been replaced or written to."""
-    return [None if t is None else (t.data_ptr(), t._version) for t in tensors]
+def _state(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
+    """Differs when any of the module's tensors has been replaced or written to.
+
+    Read at every step, so where tensors are kept, not through nn.Module's slow attributes.
+    """
+    parameters, buffers = module._parameters, module._buffers
+    found: list[Any] = []
+    for name in names:
+        tensor: Tensor | None
+        if name in parameters:
+            tensor = parameters[name]
+        else:
+            tensor = buffers[name] if name in buffers else getattr(module, name)
+        found.append(None if tensor is None else (tensor.data_ptr(), tensor._version))
+    return found
+
+
+def is_pointwise(conv: nn.Conv2d) -> bool:
+    """Whether each output pixel is a product of the same input pixel."""
+    return conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A pointwise convolution of channels-last maps; oneDNN's would reorder the weight first."""
+    n, _, height, width = x.shape
+    shape = (n, len(weight), height, width)
+    y = torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)
+    matrix = weight.flatten(1).t()
+    if bias is None:
+        torch.mm(rows(x), matrix, out=rows(y))
+    else:
+        torch.addmm(bias, rows(x), matrix, out=rows(y))
+    return y
 
 
 def _packed(weight: Tensor, settings: tuple[Any, ...], x: Tensor) -> Tensor:

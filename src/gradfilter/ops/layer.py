@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,6 +171,8 @@ def _remembered_scale(norm: Any, like: Tensor) -> Tensor:
 
 def _bias_gradient(grad: Tensor) -> Tensor:
     dims = [0, *range(2, grad.dim())]
+    if isinstance(grad, CoarseGradient) and grad.grid.is_even:
+        return grad.means.sum(dims).mul_(prod(grad.grid.patches))
     if isinstance(grad, CoarseGradient):
         return (grad.means * pixels(grad.grid, grad.means)).sum(dims)
     return grad.sum(dims)

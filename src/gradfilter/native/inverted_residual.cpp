@@ -1,0 +1,396 @@
+// A frozen inverted residual in one pass: 1x1 convolution to many hidden channels, depthwise convolution, 1x1
+// convolution back, and the sum with another map. The hidden maps are several times as large as the rest; here they
+// never reach memory. A tile of output rows is worked on at a time, and of its hidden channels a chunk, small enough
+// that both convolutions find it in the cache.
+//
+// Weights hold the norms, and are packed (ops/inverted_residual.py): output channels in panels of up to three vectors,
+// within a panel by input channel. Channels are filled up with zeros to whole vectors.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "parallel.h"
+
+namespace {
+typedef float Vec __attribute__((vector_size(32)));
+constexpr long LANES = 8, WIDEST = 3;  // floats of a vector, vectors of a panel
+#define UNROLL _Pragma("GCC unroll 8")  // sums stay in registers only where their indices are constants
+
+INLINE Vec load(const float *from) {
+  Vec made;
+  std::memcpy(&made, from, sizeof(Vec));
+  return made;
+}
+
+INLINE void store(float *to, Vec value) { std::memcpy(to, &value, sizeof(Vec)); }
+
+// The first `lanes` of a vector, where a map has no more channels.
+INLINE Vec load_some(const float *from, long lanes) {
+  if (lanes >= LANES) return load(from);
+  Vec made = {};
+  std::memcpy(&made, from, lanes * sizeof(float));
+  return made;
+}
+
+INLINE void store_some(float *to, Vec value, long lanes) {
+  if (lanes >= LANES)
+    store(to, value);
+  else
+    std::memcpy(to, &value, lanes * sizeof(float));
+}
+
+struct Activation {
+  enum Kind { BOUNDED, LEAKY, HARDSWISH } kind;
+  float low, high;  // bounds; of LEAKY, low is the slope
+};
+
+INLINE Vec bounded(Vec x, float low, float high) {
+  const Vec lows = low - Vec{}, highs = high - Vec{};
+  x = x < lows ? lows : x;  // NaN stays
+  return x > highs ? highs : x;
+}
+
+INLINE Vec activated(Vec x, const Activation &kind) {
+  if (kind.kind == Activation::BOUNDED) return bounded(x, kind.low, kind.high);
+  if (kind.kind == Activation::LEAKY) return x < Vec{} ? x * kind.low : x;
+  return x * bounded(x + 3.0f, 0.0f, 6.0f) * (1.0f / 6.0f);
+}
+
+struct Axis {
+  long size, outputs, kernel, stride, padding;
+};
+
+// Channels as vectors, and vectors as panels of nearly equal width.
+struct Panels {
+  long vectors, count;
+  explicit Panels(long channels) : vectors((channels + LANES - 1) / LANES), count((vectors + WIDEST - 1) / WIDEST) {}
+  long begin(long panel) const { return vectors * panel / count; }
+};
+
+// ------------------------------------------------------------------------------------------------- what fits the cache
+
+constexpr long PANELS_PER_CHUNK = 2, CHUNK = PANELS_PER_CHUNK * WIDEST * LANES;
+constexpr long HIDDEN_FLOATS = 64 * 1024;  // of a tile: well inside an L2 cache, with room for x and y
+constexpr long STRIP_PIXELS = 96;          // between depthwise and project: inside an L1 cache
+constexpr long COLUMNS = 8;                // of a depthwise row at a time
+
+struct Shape {
+  long batch, inputs, hidden, outputs;  // the last three in channels
+  bool expands;                         // else x is the hidden map
+  Axis h, w;
+};
+
+struct Plan {
+  long tiles, strip;                  // tiles of an image; output rows of a strip
+  long line, plane;                   // floats of a hidden row of one vector, with its padding, and of all of a tile
+  long hidden_floats, strip_floats;
+};
+
+Plan plan_of(const Shape &job, int threads) {
+  Plan made;
+  made.line = (job.w.size + 2 * job.w.padding) * LANES;
+  const long chunk = std::min(CHUNK, Panels(job.hidden).vectors * LANES) / LANES;
+  const long fitting = (HIDDEN_FLOATS / (made.line * chunk) - job.h.kernel) / job.h.stride + 1;
+  made.tiles = (job.h.outputs + std::max(fitting, 1L) - 1) / std::max(fitting, 1L);
+  while (made.tiles < job.h.outputs && job.batch * made.tiles < 4 * threads && job.batch * made.tiles % threads)
+    made.tiles++;
+  const long rows = (job.h.outputs + made.tiles - 1) / made.tiles;
+  made.plane = ((rows - 1) * job.h.stride + job.h.kernel) * made.line;
+  made.strip = std::min(rows, std::max(1L, STRIP_PIXELS / job.w.outputs));
+  // Columns past the end of a row are computed too: they read and write a little more.
+  made.hidden_floats = made.plane * chunk + (COLUMNS * job.w.stride + job.w.kernel) * LANES;
+  made.strip_floats = (made.strip * job.w.outputs + COLUMNS) * chunk * LANES;
+  return made;
+}
+
+struct Block : Job, Shape {
+  Plan plan;
+  const float *x, *other;  // other: null where nothing is added
+  float *y;
+  const float *expand, *expand_bias, *depthwise, *depthwise_bias, *project, *project_bias;
+  Activation first, second;
+  float *scratch;
+};
+
+// ------------------------------------------------------------------------------------------------- products
+
+// sum[r] += a[r] x b, where b is one panel of packed weights.
+template <int ROWS, int VECS>
+INLINE void multiply(const float *const (&a)[ROWS], long depth, const float *b, Vec (&sum)[ROWS][VECS]) {
+  for (long k = 0; k < depth; k++, b += VECS * LANES) {
+    Vec weights[VECS];
+    UNROLL for (int v = 0; v < VECS; v++) weights[v] = load(b + v * LANES);
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int v = 0; v < VECS; v++) sum[r][v] += a[r][k] * weights[v];
+  }
+}
+
+// Pixels at a time, so that sums fill the registers. Past the last pixel, that one is worked on several times.
+template <int VECS>
+constexpr int ROWS = VECS == 1 ? 8 : VECS == 2 ? 6 : 4;
+
+// One panel of hidden channels of `count` pixels, into planes of one vector each whose rows are padded.
+template <int VECS>
+INLINE void expand_panel(const Block &job, const float *x, long count, long vector, float *hidden) {
+  const float *weights = job.expand + vector * LANES * job.inputs, *bias = job.expand_bias + vector * LANES;
+  long column = 0;
+  for (long pixel = 0; pixel < count;) {
+    const float *from[ROWS<VECS>];
+    float *to[ROWS<VECS>];
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++) {
+      from[r] = x, to[r] = hidden;
+      if (++pixel >= count) continue;
+      x += job.inputs, hidden += LANES;
+      if (++column == job.w.size) column = 0, hidden += 2 * job.w.padding * LANES;
+    }
+    Vec sum[ROWS<VECS>][VECS];
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++)
+      UNROLL for (int v = 0; v < VECS; v++) sum[r][v] = load(bias + v * LANES);
+    multiply<ROWS<VECS>, VECS>(from, job.inputs, weights, sum);
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++)
+      UNROLL for (int v = 0; v < VECS; v++) store(to[r] + v * job.plan.plane, activated(sum[r][v], job.first));
+  }
+}
+
+// `count` pixels of one panel of outputs, from `depth` hidden channels of which `start` is the first.
+template <int VECS>
+INLINE void project_panel(const Block &job, const float *strip, long depth, long start, long count, long vector,
+                          const float *other, float *y) {
+  const long at = vector * LANES, lanes = job.outputs - at - (VECS - 1) * LANES;
+  const float *weights = job.project + at * Panels(job.hidden).vectors * LANES + start * VECS * LANES;
+  const float *bias = job.project_bias + at;
+  for (long pixel = 0; pixel < count; pixel += ROWS<VECS>) {
+    const float *from[ROWS<VECS>];
+    long to[ROWS<VECS>];
+    Vec sum[ROWS<VECS>][VECS];
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++) {
+      const long here = std::min(pixel + r, count - 1);
+      from[r] = strip + here * depth, to[r] = here * job.outputs + at;
+      UNROLL for (int v = 0; v < VECS; v++) {
+        const long left = v == VECS - 1 ? lanes : LANES;
+        sum[r][v] = start ? load_some(y + to[r] + v * LANES, left) : load(bias + v * LANES);
+        if (!start && other) sum[r][v] += load_some(other + to[r] + v * LANES, left);
+      }
+    }
+    multiply<ROWS<VECS>, VECS>(from, depth, weights, sum);
+    UNROLL for (int r = 0; r < ROWS<VECS>; r++)
+      UNROLL for (int v = 0; v < VECS; v++)
+        store_some(y + to[r] + v * LANES, sum[r][v], v == VECS - 1 ? lanes : LANES);
+  }
+}
+
+// Each a function of its own, which has all registers to itself.
+#define EXPAND(NAME, VECS)                                                                                         \
+  EACH_PROCESSOR void NAME(const Block &job, const float *x, long count, long vector, float *hidden) {             \
+    expand_panel<VECS>(job, x, count, vector, hidden);                                                             \
+  }
+#define PROJECT(NAME, VECS)                                                                                        \
+  EACH_PROCESSOR void NAME(const Block &job, const float *strip, long depth, long start, long count, long vector,  \
+                           const float *other, float *y) {                                                         \
+    project_panel<VECS>(job, strip, depth, start, count, vector, other, y);                                        \
+  }
+EXPAND(expand_1, 1)
+EXPAND(expand_2, 2)
+EXPAND(expand_3, 3)
+PROJECT(project_1, 1)
+PROJECT(project_2, 2)
+PROJECT(project_3, 3)
+
+// ------------------------------------------------------------------------------------------------- depthwise
+
+template <int STRIDE, int COUNT>
+INLINE void depthwise_columns(const Block &job, const float *hidden, long line, const float *weight, Vec bias, float *to,
+                              long step) {
+  Vec sum[COUNT];
+  UNROLL for (int c = 0; c < COUNT; c++) sum[c] = bias;
+  for (long a = 0; a < job.h.kernel; a++, hidden += line)
+    for (long b = 0; b < job.w.kernel; b++, weight += LANES) {
+      const Vec tap = load(weight);
+      UNROLL for (int c = 0; c < COUNT; c++) sum[c] += tap * load(hidden + (b + c * STRIDE) * LANES);
+    }
+  UNROLL for (int c = 0; c < COUNT; c++) store(to + c * step, activated(sum[c], job.second));
+}
+
+// `rows` rows of the strip, one vector of channels. What is written past the end of a row is overwritten by the next.
+template <int STRIDE>
+INLINE void depthwise_rows(const Block &job, const float *hidden, long vector, long rows, float *to,
+                           long step) {
+  const float *weight = job.depthwise + vector * LANES * job.h.kernel * job.w.kernel;
+  const Vec bias = load(job.depthwise_bias + vector * LANES);
+  for (long i = 0; i < rows; i++, hidden += STRIDE * job.plan.line, to += job.w.outputs * step) {
+    long j = 0;
+    for (; j + COLUMNS / 2 < job.w.outputs; j += COLUMNS)
+      depthwise_columns<STRIDE, COLUMNS>(job, hidden + j * STRIDE * LANES, job.plan.line, weight, bias, to + j * step, step);
+    if (j < job.w.outputs)
+      depthwise_columns<STRIDE, COLUMNS / 2>(job, hidden + j * STRIDE * LANES, job.plan.line, weight, bias, to + j * step,
+                                             step);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- a tile
+
+// Hidden channels that are worked on together: vectors from begin to end.
+struct Chunk {
+  long first_panel, end_panel, begin, end;
+  Chunk(const Panels &panels, long panel)
+      : first_panel(panel),
+        end_panel(std::min(panel + PANELS_PER_CHUNK, panels.count)),
+        begin(panels.begin(first_panel)),
+        end(panels.begin(end_panel)) {}
+  long channels() const { return (end - begin) * LANES; }
+};
+
+struct Tile {
+  long first, rows;          // of the output
+  long inner, inner_rows;    // of x, inside the map
+  long above;                // rows of zeros before those
+  const float *x, *other;
+  float *y;
+};
+
+INLINE Tile tile_of(const Block &job, long item) {
+  const long n = item / job.plan.tiles, number = item % job.plan.tiles;
+  Tile made;
+  made.first = job.h.outputs * number / job.plan.tiles;
+  made.rows = job.h.outputs * (number + 1) / job.plan.tiles - made.first;
+  const long top = made.first * job.h.stride - job.h.padding;
+  const long bottom = top + (made.rows - 1) * job.h.stride + job.h.kernel;
+  made.inner = std::min(std::max(top, 0L), job.h.size);
+  made.inner_rows = std::max(std::min(bottom, job.h.size) - made.inner, 0L);
+  made.above = std::min(std::max(made.inner - top, 0L), bottom - top);
+  made.x = job.x + (n * job.h.size + made.inner) * job.w.size * job.inputs;
+  const long at = (n * job.h.outputs + made.first) * job.w.outputs * job.outputs;
+  made.other = job.other ? job.other + at : nullptr;
+  made.y = job.y + at;
+  return made;
+}
+
+INLINE void clear_padding(const Block &job, const Tile &tile, float *plane) {
+  const long side = job.w.padding * LANES;
+  const long above = tile.above * job.plan.line, inner = tile.inner_rows * job.plan.line;
+  std::fill(plane, plane + above, 0.0f);
+  for (float *row = plane + above; row < plane + above + inner; row += job.plan.line) {
+    std::fill(row, row + side, 0.0f);
+    std::fill(row + job.plan.line - side, row + job.plan.line, 0.0f);
+  }
+  std::fill(plane + above + inner, plane + job.plan.plane, 0.0f);
+}
+
+INLINE void copy_vector(const Block &job, const Tile &tile, long vector, float *to) {
+  const long lanes = job.inputs - vector * LANES;
+  const float *from = tile.x + vector * LANES;
+  for (long i = 0; i < tile.inner_rows; i++, to += 2 * job.w.padding * LANES)
+    for (long j = 0; j < job.w.size; j++, from += job.inputs, to += LANES) store(to, load_some(from, lanes));
+}
+
+// Of the chunk's channels, all that its tile of outputs will read.
+INLINE void fill_hidden(const Block &job, const Tile &tile, const Chunk &chunk, float *hidden) {
+  const Panels panels(job.hidden);
+  const long count = tile.inner_rows * job.w.size;
+  float *inside = hidden + tile.above * job.plan.line + job.w.padding * LANES;
+  for (long panel = chunk.first_panel; panel < chunk.end_panel; panel++) {
+    const long v = panels.begin(panel), width = panels.begin(panel + 1) - v;
+    float *to = inside + (v - chunk.begin) * job.plan.plane;
+    if (!job.expands)
+      for (long i = 0; i < width; i++) copy_vector(job, tile, v + i, to + i * job.plan.plane);
+    else if (width == 3)
+      expand_3(job, tile.x, count, v, to);
+    else if (width == 2)
+      expand_2(job, tile.x, count, v, to);
+    else
+      expand_1(job, tile.x, count, v, to);
+  }
+}
+
+INLINE void project_strip(const Block &job, const float *strip, const Chunk &chunk, long count, const float *other,
+                          float *y) {
+  const Panels panels(job.outputs);
+  const long depth = chunk.channels(), start = chunk.begin * LANES;
+  for (long panel = 0; panel < panels.count; panel++) {
+    const long v = panels.begin(panel), width = panels.begin(panel + 1) - v;
+    if (width == 3)
+      project_3(job, strip, depth, start, count, v, other, y);
+    else if (width == 2)
+      project_2(job, strip, depth, start, count, v, other, y);
+    else
+      project_1(job, strip, depth, start, count, v, other, y);
+  }
+}
+
+INLINE void run_strips(const Block &job, const Tile &tile, const Chunk &chunk, const float *hidden, float *strip) {
+  for (long i = 0; i < tile.rows; i += job.plan.strip) {
+    const long rows = std::min(job.plan.strip, tile.rows - i), at = i * job.w.outputs * job.outputs;
+    for (long v = chunk.begin; v < chunk.end; v++) {
+      const float *from = hidden + (v - chunk.begin) * job.plan.plane + i * job.h.stride * job.plan.line;
+      float *to = strip + (v - chunk.begin) * LANES;
+      if (job.w.stride == 1)
+        depthwise_rows<1>(job, from, v, rows, to, chunk.channels());
+      else
+        depthwise_rows<2>(job, from, v, rows, to, chunk.channels());
+    }
+    const float *other = tile.other ? tile.other + at : nullptr;
+    project_strip(job, strip, chunk, rows * job.w.outputs, other, tile.y + at);
+  }
+}
+
+EACH_PROCESSOR void block_share(void *given) {
+  const Block &job = *static_cast<Block *>(given);
+  const Plan &plan = job.plan;
+  float *hidden = job.scratch + (job.alone ? 0 : thread_number()) * (plan.hidden_floats + plan.strip_floats);
+  float *strip = hidden + plan.hidden_floats;
+  const Panels panels(job.hidden);
+  const Share mine = my_share(job, job.batch * plan.tiles);
+  for (long item = mine.begin; item < mine.end; item++) {
+    const Tile tile = tile_of(job, item);
+    for (float *plane = hidden; plane + plan.plane <= strip; plane += plan.plane) clear_padding(job, tile, plane);
+    for (long panel = 0; panel < panels.count; panel += PANELS_PER_CHUNK) {
+      const Chunk chunk(panels, panel);
+      fill_hidden(job, tile, chunk, hidden);
+      run_strips(job, tile, chunk, hidden, strip);
+    }
+  }
+}
+
+// batch, channels of x, hidden and of y, whether there is an expansion; then each axis.
+Shape shape_of(const int64_t *s) {
+  return {s[0], s[1], s[2], s[3], s[4] != 0, {s[5], s[6], s[7], s[8], s[9]}, {s[10], s[11], s[12], s[13], s[14]}};
+}
+
+Activation activation_of(const float *a) { return {Activation::Kind(int(a[0])), a[1], a[2]}; }
+}  // namespace
+
+// Whether this processor has the registers that the products were made for; else oneDNN is faster.
+EXPORT int gf_inverted_residual_is_fast() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__x86_64__) && !defined(__AVX2__)
+  return 0;  // compiled once, for the oldest processor
+#else
+  return 1;
+#endif
+}
+
+// Floats of working memory.
+EXPORT long gf_inverted_residual_scratch(const int64_t *shape, int threads) {
+  const Plan plan = plan_of(shape_of(shape), threads);
+  return threads * (plan.hidden_floats + plan.strip_floats);
+}
+
+// weights: of each stage the bias and the packed weight, one after the other.
+EXPORT void gf_inverted_residual(const float *x, const float *other, float *y, const float *weights,
+                                 const int64_t *shape, const float *activations, float *scratch, int threads) {
+  Block job;
+  static_cast<Shape &>(job) = shape_of(shape);
+  job.plan = plan_of(job, threads);
+  job.x = x, job.other = other, job.y = y, job.scratch = scratch;
+  job.first = activation_of(activations), job.second = activation_of(activations + 3);
+  const long hidden = Panels(job.hidden).vectors * LANES, outputs = Panels(job.outputs).vectors * LANES;
+  job.expand_bias = weights;
+  job.expand = job.expand_bias + (job.expands ? hidden : 0);
+  job.depthwise_bias = job.expand + (job.expands ? hidden * job.inputs : 0);
+  job.depthwise = job.depthwise_bias + hidden;
+  job.project_bias = job.depthwise + hidden * job.h.kernel * job.w.kernel;
+  job.project = job.project_bias + outputs;
+  run(block_share, job, job.batch * job.h.outputs * job.w.outputs * hidden, threads);
+}
