@@ -16,11 +16,12 @@ class NativeHook(BuildHookInterface):
     """Run native/build.py; what it made goes into the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        problem = runpy.run_path(str(NATIVE / "build.py"))["build"]()
+        builder = runpy.run_path(str(NATIVE / "build.py"))
+        problem = builder["build"]()
         if problem:
             self.app.display_warning(f"native passes not built: {problem}; torch's operators serve instead.")
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
         build_data["pure_python"] = False
-        build_data["artifacts"].append("src/gradfilter/native/kernels-*.so")
+        build_data["artifacts"].append(f"src/gradfilter/native/{builder['LIBRARY'].name}")

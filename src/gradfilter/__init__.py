@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from .costs import plan as plan
     from .errors import GradFilterError as GradFilterError
     from .merging import merge_ as merge_
+    from .methods import HOSVD as HOSVD
+    from .methods import SVD as SVD
     from .methods import BiasOnly as BiasOnly
     from .methods import Exact as Exact
     from .methods import Frozen as Frozen
     from .methods import GradientFilter as GradientFilter
-    from .methods import HOSVD as HOSVD
     from .methods import Int8Gradients as Int8Gradients
     from .methods import LiteResidual as LiteResidual
     from .methods import LowRankAdapter as LowRankAdapter
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from .methods import Method as Method
     from .methods import NormOnly as NormOnly
     from .methods import Quantized as Quantized
-    from .methods import SVD as SVD
     from .methods import SparseUpdate as SparseUpdate
     from .methods import SubspaceIteration as SubspaceIteration
     from .methods import WalshHadamard as WalshHadamard
@@ -88,13 +88,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "HOSVD",
+    "SVD",
     "BiasOnly",
     "Exact",
     "FeatureCache",
     "Frozen",
     "GradFilterError",
     "GradientFilter",
-    "HOSVD",
     "Int8Gradients",
     "LiteResidual",
     "LowRankAdapter",
@@ -103,7 +104,6 @@ __all__ = [
     "NormOnly",
     "Plan",
     "Quantized",
-    "SVD",
     "SparseUpdate",
     "SubspaceIteration",
     "WalshHadamard",

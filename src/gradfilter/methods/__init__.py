@@ -19,20 +19,20 @@ from .svd import SVD
 from .walsh import WalshHadamard
 
 __all__ = [
+    "HOSVD",
+    "METHODS",
+    "SVD",
     "BiasOnly",
     "Exact",
     "Frozen",
     "GradientFilter",
-    "HOSVD",
     "Int8Gradients",
     "LiteResidual",
     "LowRankAdapter",
-    "METHODS",
     "Memory",
     "Method",
     "NormOnly",
     "Quantized",
-    "SVD",
     "SparseUpdate",
     "SubspaceIteration",
     "WalshHadamard",
