@@ -33,7 +33,7 @@ NEED_SETTINGS: set[str] = set()
         ("filter(patch=open('x'))", "is not a method; write it as"),
         ("gf.GradientFilter()", "is not a method; write it as"),
         ("GradientFiler(2)", "There is no method GradientFiler; choose among exact, filter"),
-        ("GradientFiler(2)", "Did you mean GradientFilter?"),
+        ("GradientFiler(2)", "Did you mean GradientFilter or"),
         (
             "filter(patsch=2)",
             "filter(patsch=2) cannot be a method: got an unexpected keyword argument 'patsch'.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -370,7 +370,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda m: gf.plan(m, gf.SparseUpdate((0, 99)), "last:1"),
         "Layer inverted.body.2.0: SparseUpdate's channel 99 is not one of its ",
     ),
-    "an unknown store": (lambda m: gf.plan(m, Stored()), "store must be 'same' or 'bf16', not 'int3'."),
+    "an unknown store": (
+        lambda m: gf.plan(m, Stored()),
+        "store must be 'same' or 'bf16' or 'int8', not 'int3'.",
+    ),
     "adapters twice": (
         lambda m: gf.plan(gf.apply_(m, gf.LowRankAdapter()), gf.LowRankAdapter()),
         "The model has a plan applied already; call gf.restore_(model) first.",
@@ -425,3 +428,34 @@ def test_adapters_and_a_feature_cache() -> None:
                 parameter.add_(0.1)
     assert all(torch.equal(a, b) for a, b in zip(parts.prefix(x), features, strict=True))
     torch.testing.assert_close(parts.tail(features), model(x), atol=1e-5, rtol=1e-4)
+
+
+STORED = [
+    gf.GradientFilter(2, store="int8"),
+    gf.SVD(0.8, store="int8"),
+    gf.HOSVD(0.8, store="int8"),
+    gf.SubspaceIteration(2, store="int8"),
+    gf.WalshHadamard(4, 2, store="int8"),
+    gf.SparseUpdate(0.5, store="int8"),
+]
+
+
+@pytest.mark.parametrize("method", STORED, ids=str)
+def test_stores_of_other_methods(method: gf.Method) -> None:
+    """Fewer bytes than the plain store, of which bf16 has half; gradients close to those of the plain one."""
+    x = torch.randn(4, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for store in ("same", "bf16", "int8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(16, 8, 1), nn.Identity())
+        gf.apply_(model, replace(method, store=store))  # type: ignore[type-var, call-arg]
+        with gf.kept_bytes(model) as kept:
+            y = model(x)
+        y.square().sum().backward()
+        found[store] = sum(kept.values()), model.get_parameter("0.weight").grad
+    sizes = {store: size for store, (size, _) in found.items()}
+    assert sizes["int8"] < 0.6 * sizes["same"] or sizes["same"] < 4096
+    assert sizes["bf16"] <= 0.75 * sizes["same"]
+    for store, least in (("bf16", 0.9999), ("int8", 0.995)):
+        cosine = nn.functional.cosine_similarity(found[store][1].flatten(), found["same"][1].flatten(), 0)  # type: ignore[union-attr]
+        assert cosine > least

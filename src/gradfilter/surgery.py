@@ -141,7 +141,7 @@ def _check(model: nn.Module, method: Methods, norm: str) -> None:
     for own in method.values() if isinstance(method, Mapping) and method else [method]:
         if not isinstance(own, Method):
             raise PlanError(f"A plan needs a method such as gf.GradientFilter(patch=2), not {own!r}.")
-        if own.store not in STORES:
+        if isinstance(own.store, str) and own.store not in STORES:
             raise PlanError(f"store must be {' or '.join(map(repr, STORES))}, not {own.store!r}.")
     if norm not in ("fixed", "affine", "batch"):
         raise PlanError(f"norm must be 'fixed', 'affine' or 'batch', not {norm!r}.")

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import PlanError
 from ..geometry import ConvGeometry
 from ..ops.exact_conv import Want, exact_weight_gradient
+from ..ops.storage import Store
 from ..ops.subspace import by_variance, can_decompose, leading
 from ..ops.tucker import compress, contraction_macs, is_smaller, tucker_weight_gradient
 from ..ops.unfolding import at_least_float32, mode_product
@@ -27,15 +28,17 @@ class HOSVD(Method):
         smallest that does. At 1.0, and wherever factors would not be smaller, the input itself is kept.
     sequential: take each mode's factor from what the earlier factors have left (ST-HOSVD), which is cheaper;
         by default from the input itself, as published.
+    store: how what is kept is stored: "same", "bf16" or "int8".
 
     >>> HOSVD(variance=0.9)
-    HOSVD(variance=0.9, sequential=False)
+    HOSVD(variance=0.9, sequential=False, store='same')
     """
 
     bytes_depend_on_data: ClassVar[bool] = True
 
     variance: float = 0.8
     sequential: bool = False
+    store: Store = "same"
 
     def __post_init__(self) -> None:
         if not 0 < self.variance <= 1:

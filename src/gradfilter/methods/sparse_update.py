@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..geometry import ConvGeometry
 from ..ops.exact_conv import Want, exact_weight_gradient
+from ..ops.storage import Store
 from .base import Memory, Method
 from .settings import check_choice, frozen, of_layer, values_of
 
@@ -32,6 +33,7 @@ class SparseUpdate(Method):
     criterion: which channels are chosen, once, when the method is applied: those whose weights have the
         largest "magnitude", some at "random", or the "last".
     seed: for "random"; every layer draws numbers of its own.
+    store: how what is kept is stored: "same", "bf16" or "int8".
 
     An optimizer with weight decay changes the other channels too, and so does momentum from before.
 
@@ -45,6 +47,7 @@ class SparseUpdate(Method):
     channels: Channels | Mapping[str, Channels] = 0.25
     criterion: Literal["magnitude", "random", "last"] = "magnitude"
     seed: int = 0
+    store: Store = "same"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "channels", frozen(self.channels))

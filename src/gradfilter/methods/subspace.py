@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import PlanError
 from ..geometry import ConvGeometry
 from ..ops.exact_conv import Want, exact_weight_gradient
+from ..ops.storage import Store
 from ..ops.subspace import by_rank, can_decompose, iterated, leading, random_start
 from ..ops.tucker import compress, contraction_macs, is_smaller, tucker_weight_gradient
 from ..ops.unfolding import at_least_float32
@@ -31,12 +32,14 @@ class SubspaceIteration(Method):
 
     rank: the same for all modes, or one per mode of (N, C, spatial...), or a dict from layer globs to either
         (first match wins), as ``gf.choose_ranks`` finds for a budget of bytes. No mode has more than fits.
+    store: how what is kept is stored: "same", "bf16" or "int8".
 
     >>> SubspaceIteration(rank=(8, 16, 2, 2))
-    SubspaceIteration(rank=(8, 16, 2, 2))
+    SubspaceIteration(rank=(8, 16, 2, 2), store='same')
     """
 
     rank: Rank | Mapping[str, Rank] = 4
+    store: Store = "same"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", frozen(self.rank))

@@ -12,6 +12,7 @@ from ..errors import PlanError
 from ..geometry import ConvGeometry
 from ..ops.exact_conv import Want, exact_weight_gradient
 from ..ops.low_rank import batch_factors, factors_weight_gradient, most_macs
+from ..ops.storage import Store
 from ..ops.subspace import by_variance, can_decompose
 from .base import Memory, Method
 
@@ -24,14 +25,16 @@ class SVD(Method):
 
     variance: the share of the input's energy (sum of squares) to keep; the rank is the smallest that does. At
         1.0, and wherever factors would not be smaller, the input itself is kept.
+    store: how what is kept is stored: "same", "bf16" or "int8".
 
     >>> SVD(variance=0.9)
-    SVD(variance=0.9)
+    SVD(variance=0.9, store='same')
     """
 
     bytes_depend_on_data: ClassVar[bool] = True
 
     variance: float = 0.8
+    store: Store = "same"
 
     def __post_init__(self) -> None:
         if not 0 < self.variance <= 1:

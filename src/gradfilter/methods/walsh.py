@@ -13,6 +13,7 @@ from ..errors import PlanError
 from ..geometry import ConvGeometry
 from ..grid import per_axis
 from ..ops.exact_conv import Gradients, Want, exact_backward
+from ..ops.storage import Store
 from ..ops.walsh import Basis
 from ..spectral import SpectralGradient
 from .base import Memory, Method
@@ -32,6 +33,7 @@ class WalshHadamard(Method):
     order: of the functions, numbered by their sign changes, those products r, c are kept with r + c < order.
     tokens: height and width of the map behind a linear layer's (N, L, C) tokens.
     extra_tokens: how many tokens before those of the map, such as a class token, are kept whole.
+    store: how what is kept is stored: "same", "bf16" or "int8".
 
     >>> str(WalshHadamard(patch=4))
     'WalshHadamard(patch=4)'
@@ -41,6 +43,7 @@ class WalshHadamard(Method):
     order: int = 3
     tokens: tuple[int, int] | None = None
     extra_tokens: int = 0
+    store: Store = "same"
 
     def __post_init__(self) -> None:
         for name in ("patch", "tokens"):
