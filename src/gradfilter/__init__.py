@@ -32,9 +32,13 @@ if TYPE_CHECKING:
     from .state import method_state as method_state
     from .surgery import apply_ as apply_
     from .surgery import restore_ as restore_
+    from .training.fit import fit as fit
+    from .training.tasks import Classification as Classification
+    from .training.tasks import Segmentation as Segmentation
 
 # torch takes seconds to import: nothing here does until a name is used
 _HOMES = {
+    "Classification": "training.tasks",
     "Exact": "methods",
     "FeatureCache": "cache",
     "GradFilterError": "errors",
@@ -42,12 +46,14 @@ _HOMES = {
     "Memory": "methods",
     "Method": "methods",
     "Plan": "plans",
+    "Segmentation": "training.tasks",
     "accelerate_": "program",
     "acceleration": "program",
     "analyze": "analysis",
     "apply_": "surgery",
     "cost": "costs",
     "count_fallbacks": "coarse",
+    "fit": "training.fit",
     "kept_bytes": "costs",
     "load_method_state_": "state",
     "method_state": "state",
@@ -58,6 +64,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Classification",
     "Exact",
     "FeatureCache",
     "GradFilterError",
@@ -65,12 +72,14 @@ __all__ = [
     "Memory",
     "Method",
     "Plan",
+    "Segmentation",
     "accelerate_",
     "acceleration",
     "analyze",
     "apply_",
     "cost",
     "count_fallbacks",
+    "fit",
     "kept_bytes",
     "load_method_state_",
     "method_state",

@@ -1,4 +1,4 @@
-"""The training loop: steps, tests and checkpoints. What it does at a step depends on the step's number alone."""
+"""The training loop: steps, tests, checkpoints. What happens at a step depends on its number alone."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Training:
         return batches(count, self.loop.batch, self.loop.seed, epoch, drop_last=False)
 
     def _rest_of_epoch(self) -> Iterator[list[tuple[Any, Tensor, int]]]:
-        """Groups of ``accumulate`` batches, from the present step on: input, target, samples of all processes."""
+        """Groups of ``accumulate`` batches from the present step on: input, target, how many samples."""
         epoch, done = divmod(self.step, self.per_epoch)
         parts = self._batches(epoch)[done * self.loop.accumulate :]
         seeded = _Seeded(self.train, self.loop.seed, epoch)
@@ -152,7 +152,7 @@ class Training:
         torch.manual_seed(random_seed(loop.seed, "step", self.step))  # for dropout
         self.model.train()
         summed = 0.0
-        for inputs, targets, count in group:
+        for inputs, targets, _ in group:
             with self._precision():
                 loss = self.task.loss(self.forward(inputs), targets)
             share = len(targets) / total
