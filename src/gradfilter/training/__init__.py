@@ -1,0 +1,1 @@
+"""Fine-tuning: the loop behind ``gf.fit`` and ``gradfilter train``, its order, schedule and checkpoints."""

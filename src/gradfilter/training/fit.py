@@ -1,0 +1,89 @@
+"""Fine-tune a model in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..cache import FeatureCache
+from ..errors import GradFilterError, nearest
+from ..methods import Method
+from ..plans import Plan
+from ..program import accelerate_
+from ..progress import Tell, silent
+from ..surgery import apply_
+from .loop import History, Samples, Task, Training
+from .settings import Loop
+
+__all__ = ["fit"]
+
+
+def fit(
+    model: nn.Module,
+    train: Samples,
+    test: Samples | None,
+    task: Task,
+    plan: Plan | Method | Mapping[str, Method] | None = None,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    cache: bool = False,
+    workers: int = 0,
+    tell: Tell = silent,
+    **settings: Any,
+) -> History:
+    """Fine-tune the planned layers of a model on ``train``, judged on ``test`` after every epoch.
+
+    Sets are map-style and give (image, target). The plan stays applied, and the frozen part accelerated;
+    ``gf.restore_(model)`` takes both away and leaves the trained weights.
+
+    >>> import torch, gradfilter as gf
+    >>> model = gf.models.build("tiny", classes=2)
+    >>> images = torch.randn(16, 3, 32, 32) + torch.arange(16).view(-1, 1, 1, 1) % 2
+    >>> data = [(image, index % 2) for index, image in enumerate(images)]
+    >>> history = gf.fit(model, data, None, gf.Classification(2), gf.GradientFilter(2), epochs=4, batch=8)
+    >>> history.epochs[-1]["loss"] < history.epochs[0]["loss"]
+    True
+
+    Args:
+        folder: where checkpoints go, and with ``resume`` come from: then the training goes on as if it had
+            never stopped, bit by bit.
+        cache: compute the features of the frozen part once, and train from those; exact where ``train`` gives
+            an image the same way each time, without augmentation.
+        workers: processes that read the sets.
+        settings: fields of ``Loop``: epochs, batch, lr, ...
+    """
+    known = [field.name for field in fields(Loop)]
+    for name in settings:
+        if name not in known:
+            raise GradFilterError(f"fit has no setting {name}.{nearest(name, known)}")
+    loop = Loop(**settings)
+    if plan is not None:
+        apply_(model, plan)
+    if not any("gradfilter_program" in module.__dict__ for module in model.modules()):
+        _accelerate_if_possible(model)
+    forward = None
+    if cache:
+        kept = FeatureCache(model, train, batch=loop.batch, workers=workers, tell=tell)
+        train, forward = kept, kept.tail
+        test = (
+            None if test is None else FeatureCache(model, test, batch=loop.batch, workers=workers, tell=tell)
+        )
+    place = None if folder is None else Path(folder)
+    training = Training(
+        model, train, test, task, loop, forward=forward, folder=place, workers=workers, tell=tell
+    )
+    if resume and not training.resume():
+        raise GradFilterError(f"There is no checkpoint in {folder} to go on from; leave resume out.")
+    return training.run()
+
+
+def _accelerate_if_possible(model: nn.Module) -> None:
+    with suppress(GradFilterError):  # one that cannot be traced runs as it is
+        accelerate_(model)

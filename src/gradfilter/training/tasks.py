@@ -1,0 +1,77 @@
+"""What is learned: classes of pictures, or of their pixels. Scores come from torchmetrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy, interpolate
+
+from ..errors import GradFilterError
+from ..models._torchvision import library
+
+__all__ = ["Classification", "Segmentation"]
+
+
+@dataclass(frozen=True)
+class Classification:
+    """One class per picture. Scores: accuracy in percent."""
+
+    classes: int
+    label_smoothing: float = 0.0
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(_scores(output, self.classes), target, label_smoothing=self.label_smoothing)
+
+    def score(self, outputs: Iterator[tuple[Any, Tensor]]) -> dict[str, float]:
+        metric = _metric("MulticlassAccuracy", num_classes=self.classes, average="micro")
+        for output, target in outputs:
+            metric.update(_scores(output, self.classes), target)
+        return {"accuracy": 100 * float(metric.compute())}
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """One class per pixel; those of class ``ignore`` do not count. Scores: mean IoU, accuracy, in percent."""
+
+    classes: int
+    ignore: int = 255
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(_as_large(output, target, self.classes), target, ignore_index=self.ignore)
+
+    def score(self, outputs: Iterator[tuple[Any, Tensor]]) -> dict[str, float]:
+        settings = {"num_classes": self.classes, "ignore_index": self.ignore}
+        iou = _metric("MulticlassJaccardIndex", **settings)
+        accuracy = _metric("MulticlassAccuracy", average="micro", **settings)
+        for output, target in outputs:
+            found = _as_large(output, target, self.classes).argmax(1)
+            iou.update(found, target)
+            accuracy.update(found, target)
+        return {"mean_iou": 100 * float(iou.compute()), "pixel_accuracy": 100 * float(accuracy.compute())}
+
+
+def _scores(output: Any, classes: int) -> Tensor:
+    """The class scores among what a model gives; torchvision's segmentation models give a dict."""
+    if isinstance(output, dict):
+        output = output.get("out", next(iter(output.values()), None))
+    if not isinstance(output, Tensor) or output.dim() < 2 or output.shape[1] != classes:
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise GradFilterError(
+            f"The model gives {shape}, but there are {classes} classes, one score each; build it with "
+            f"classes={classes}."
+        )
+    return output
+
+
+def _as_large(output: Any, target: Tensor, classes: int) -> Tensor:
+    scores = _scores(output, classes)
+    if scores.shape[2:] == target.shape[1:]:
+        return scores
+    return interpolate(scores, size=target.shape[1:], mode="bilinear", align_corners=False)
+
+
+def _metric(name: str, **settings: Any) -> Any:
+    return getattr(library("torchmetrics", "train").classification, name)(**settings)

@@ -1,0 +1,294 @@
+"""The training loop: what it does, and that it can be stopped anywhere."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import gradfilter as gf
+from gradfilter.training import checkpoint
+from gradfilter.training.loop import Training
+from gradfilter.training.settings import Loop
+
+
+class Noisy(Dataset[tuple[Tensor, int]]):
+    """Two classes, augmented at random."""
+
+    def __init__(self, count: int = 22, noise: float = 0.5) -> None:
+        random_ = torch.Generator().manual_seed(0)
+        self.images = torch.randn(count, 3, 16, 16, generator=random_)
+        self.images += torch.arange(count).view(-1, 1, 1, 1) % 2
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.images[index]
+        return image + self.noise * torch.randn(image.shape) if self.noise else image, index % 2
+
+
+TASK = gf.Classification(2)
+pytestmark = pytest.mark.usefixtures("vision")  # torchmetrics imports torchvision, which may warn
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    model = gf.models.build("tiny", classes=2)
+    model.add_module("dropout", nn.Dropout(0.2))
+    return gf.apply_(model, gf.GradientFilter(2), "last:3")
+
+
+def training(folder: Path | None = None, **settings: Any) -> Training:
+    loop = Loop(**{"epochs": 4, "batch": 4, "lr": 0.05, "momentum": 0.9, **settings})
+    return Training(net(), Noisy(), Noisy(10, noise=0), TASK, loop, folder=folder)
+
+
+def state(made: Training) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in checkpoint.training_tensors(made.model, made.optimizer).items()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+class StopError(Exception):
+    pass
+
+
+def stopping_after(steps: int) -> Any:
+    def tell(task: str, step: int, total: int) -> None:
+        if step == steps:
+            raise StopError
+
+    return tell
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw", "lr": 0.001}, {"accumulate": 2}], ids=str)
+def test_stopped_at_every_step_and_resumed_gives_the_same_bits(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    whole = training(**settings)
+    whole.run()
+    for steps in range(1, whole.steps, 1 if not settings else 5):
+        folder = tmp_path / str(steps)
+        first = training(folder, **settings)
+        first.tell = stopping_after(steps)
+        with pytest.raises(StopError):
+            first.run(checkpoint_every=0)
+        again = training(folder, **settings)
+        assert again.resume() == (steps > 1)  # the step that was stopped in had not been saved
+        again.run()
+        assert_same(state(whole), state(again))
+        assert [e["loss"] for e in again.history.epochs] == [e["loss"] for e in whole.history.epochs]
+
+
+def test_a_resumed_training_without_the_optimizers_state_is_another_one(tmp_path: Path) -> None:
+    """The negative control of the test above."""
+    whole = training()
+    whole.run()
+    first = training(tmp_path)
+    first.tell = stopping_after(9)
+    with pytest.raises(StopError):
+        first.run(checkpoint_every=0)
+    again = training(tmp_path)
+    again.resume()
+    again.optimizer.state.clear()
+    again.run()
+    with pytest.raises(AssertionError):
+        assert_same(state(whole), state(again))
+
+
+KILLED = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from test_training import training
+made = training(Path(sys.argv[1]))
+made.resume()
+made.run(checkpoint_every=0)
+"""
+
+
+def test_killed_at_any_moment_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(KILLED.format(path=[str(Path(__file__).parent), *sys.path]))
+    whole = training()
+    whole.run()
+    folder, rng, kills = tmp_path / "run", random.Random(0), 0  # noqa: S311
+    command = [sys.executable, "-W", "ignore", str(script), str(folder)]
+    while kills < 6:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            process.wait(timeout=1.5 + rng.random() * 2)
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+    subprocess.run(command, check=True, capture_output=True)
+    found = checkpoint.read(folder)
+    assert found is not None
+    assert_same(state(whole), found.tensors)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    made = training(tmp_path, epochs=1)
+    made.run()
+    file = next(tmp_path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(gf.GradFilterError, match="checksum differs"):
+        training(tmp_path).resume()
+    (tmp_path / "checkpoint.json").write_text("{")
+    with pytest.raises(gf.GradFilterError, match="is damaged"):
+        training(tmp_path).resume()
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = training(tmp_path, epochs=1)
+    made.run()
+    before = checkpoint.read(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(gf.GradFilterError, match="No space left on device"):
+        made.save()
+    monkeypatch.undo()
+    after = checkpoint.read(tmp_path)
+    assert before is not None
+    assert after is not None
+    assert_same(before.tensors, after.tensors)
+
+
+def test_samples_do_not_depend_on_who_reads_them() -> None:
+    one, two = training(epochs=1), training(epochs=1)
+    two.workers = 2
+    one.run()
+    two.run()
+    assert_same(state(one), state(two))
+
+
+def test_accumulated_batches_are_one_large_batch() -> None:
+    large, small = training(epochs=1, batch=8, clip=0), training(epochs=1, batch=4, accumulate=2, clip=0)
+    for made in (large, small):
+        made.model.get_submodule("dropout").p = 0.0  # type: ignore[assignment]
+        made.run()
+    for a, b in zip(state(large).values(), state(small).values(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_time_and_patience_end_a_training() -> None:
+    made = training(minutes=1e-9)
+    assert made.run().why_ended == "the time of 1e-09 minutes was over"
+    assert made.step == 1
+    waiting = training(epochs=50, lr=0.0, patience=2)
+    assert waiting.run().why_ended == "accuracy had not grown for 2 epochs"
+    assert len(waiting.history.epochs) == 3
+
+
+PAIR = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+import torch
+import torch.distributed as dist
+torch.set_num_threads(1)
+meet = f"file://{{sys.argv[1]}}/meet"
+dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[2]), world_size=2)
+from test_training import training
+made = training(Path(sys.argv[1]) / "run", epochs=2)
+made.model.get_submodule("dropout").p = 0.0
+made.run()
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(PAIR.format(path=[str(Path(__file__).parent), *sys.path]))
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
+    pair = [subprocess.Popen([*command, rank]) for rank in ("0", "1")]
+    assert [process.wait(timeout=120) for process in pair] == [0, 0]
+    alone = training(epochs=2)
+    alone.model.get_submodule("dropout").p = 0.0  # type: ignore[assignment]
+    alone.run()
+    found = checkpoint.read(tmp_path / "run")
+    assert found is not None
+    for key, value in state(alone).items():
+        assert torch.allclose(value, found.tensors[key], atol=1e-6), key
+
+
+def test_fit_with_a_cache_is_fit_without() -> None:
+    found = []
+    for cache in (True, False):
+        model = net()
+        gf.fit(model, Noisy(16, 0), Noisy(8, 0), TASK, cache=cache, epochs=2, batch=4)
+        found.append(copy.deepcopy(gf.restore_(model)).state_dict())
+    assert_same(*found)
+
+
+def test_fit_leaves_a_plain_model_behind(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = gf.models.build("tiny", classes=2)
+    history = gf.fit(
+        model, Noisy(), Noisy(10, 0), TASK, gf.GradientFilter(2), folder=tmp_path, epochs=6, batch=4, lr=0.05
+    )
+    assert history.best_scores["accuracy"] > 80
+    facts = json.loads((tmp_path / "checkpoint.json").read_text())["facts"]
+    assert facts["epochs"] == history.epochs
+    plain = gf.models.build("tiny", classes=2)
+    plain.load_state_dict(gf.restore_(model).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"epoch": 3}, "fit has no setting epoch. Did you mean epochs?"),
+        ({"epochs": 0}, "epochs must be at least 1, not 0."),
+        ({"lr": -1.0}, "lr must not be negative, but is -1.0."),
+        ({"resume": True, "folder": "nowhere"}, "There is no checkpoint in nowhere to go on from"),
+        ({"train": []}, "The training set is empty."),
+        ({"task": gf.Classification(3)}, "but there are 3 classes, one score each; build it with classes=3."),
+    ],
+)
+def test_bad_input_gets_one_sentence(change: dict[str, Any], sentence: str) -> None:
+    given = {"train": Noisy(), "test": None, "task": TASK, "epochs": 1, **change}
+    with pytest.raises(gf.GradFilterError) as caught:
+        gf.fit(net(), **given)
+    assert sentence in str(caught.value)
+
+
+def test_segmentation_scores_ignore_what_is_not_labelled() -> None:
+    task = gf.Segmentation(2)
+    output = torch.tensor([[[[4.0, 0.0]], [[0.0, 4.0]]]])  # classes 0, 1
+    assert task.score(iter([(output, torch.tensor([[[0, 1]]]))])) == {
+        "mean_iou": 100.0,
+        "pixel_accuracy": 100.0,
+    }
+    half = task.score(iter([(output, torch.tensor([[[0, 0]]]))]))
+    assert half["pixel_accuracy"] == 50.0
+    assert task.score(iter([(output, torch.tensor([[[0, 255]]]))]))["pixel_accuracy"] == 100.0
+    large = torch.tensor([[[0, 0, 1, 1], [0, 0, 1, 1]]])  # the map is scaled to the mask's size
+    assert task.score(iter([({"out": output}, large)]))["mean_iou"] == 100.0
+    assert task.loss(output, torch.tensor([[[0, 255]]])) < 0.1
