@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .costs import cost as cost
     from .costs import kept_bytes as kept_bytes
     from .costs import plan as plan
+    from .data.kinds import open_data as open_data
     from .errors import GradFilterError as GradFilterError
     from .methods import Exact as Exact
     from .methods import GradientFilter as GradientFilter
@@ -58,6 +59,7 @@ _HOMES = {
     "load_method_state_": "state",
     "method_state": "state",
     "models": "",
+    "open_data": "data.kinds",
     "plan": "costs",
     "restore_": "surgery",
     "split": "program",
@@ -84,6 +86,7 @@ __all__ = [
     "load_method_state_",
     "method_state",
     "models",
+    "open_data",
     "plan",
     "restore_",
     "split",
