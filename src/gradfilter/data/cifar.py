@@ -83,7 +83,7 @@ def _files(path: Path, archive: str) -> dict[str, Any]:
         with tarfile.open(path) as tar:
             return {name: io.BytesIO(content).read for name, content in _members(tar)}
     except (OSError, EOFError, tarfile.TarError) as error:
-        raise GradFilterError(f"{path} is not a whole tar archive ({error}); fetch it again.") from error
+        raise GradFilterError(f"{path} is not a whole tar archive; fetch it again.") from error
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:

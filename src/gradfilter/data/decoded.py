@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..errors import GradFilterError
 from ..plans import format_bytes
 from ..progress import Tell, silent
+from .images import upright_rgb
 from .samples import Samples
 from .transforms import MARGIN
 
@@ -144,11 +145,13 @@ class _Bytes(Dataset[tuple[Tensor, int, int, int]]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int, int]:
+        from PIL import Image
+
         picture, target = self.samples[index]
-        small = bounded(picture, self.shorter)
+        small = bounded(upright_rgb(picture), self.shorter)
         pixels: Any = np.asarray(small).reshape(-1)
-        if isinstance(target, int):
-            return torch.from_numpy(pixels.copy()), small.height, small.width, target
+        if not isinstance(target, Image.Image):
+            return torch.from_numpy(pixels.copy()), small.height, small.width, int(target)
         mask: Any = np.asarray(bounded(target, self.shorter, is_mask=True)).reshape(-1)
         return torch.from_numpy(np.concatenate([pixels, mask])), small.height, small.width, -1
 
@@ -235,6 +238,8 @@ def _digest(samples: Samples, size: int) -> str:
 
 
 def _facts(samples: Samples) -> Iterator[str]:
+    if not hasattr(samples, "files"):  # a set of other people's
+        return
     for index in range(len(samples)):
         for file in samples.files(index):
             try:

@@ -27,11 +27,11 @@ def _root(path: Path) -> Path:
 def open_flowers(request: Request) -> Data:
     root = _root(request.path)
     classes = tuple(torchvision().datasets.Flowers102.classes)
-    parts, labels = read_mat(root / "setid.mat"), read_mat(root / "imagelabels.mat")["labels"]
+    parts, labels = read_mat(root / "setid.mat"), read_mat(root / "imagelabels.mat")["labels"].ravel()
     check_labels(labels.astype(np.int64) - 1, len(classes), root / "imagelabels.mat")
     sides = []
     for names in (("trnid", "valid"), ("tstid",)):
-        numbers = np.concatenate([parts[name] for name in names]).astype(np.int64)
+        numbers = np.concatenate([parts[name].ravel() for name in names]).astype(np.int64)
         if numbers.min() < 1 or numbers.max() > len(labels):
             raise GradFilterError(
                 f"{root / 'setid.mat'} names pictures that imagelabels.mat has no label for."

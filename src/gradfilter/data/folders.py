@@ -41,7 +41,7 @@ def open_folder(request: Request) -> Data:
     classes = [folder.name for folder in _class_folders(path)]
     items = _labelled(path, classes)
     train, test = request.split(items, [label for _, label in items])
-    return Data(path.name, "classify", tuple(classes), Pictures(train), Pictures(test))
+    return Data(path.resolve().name, "classify", tuple(classes), Pictures(train), Pictures(test))
 
 
 def open_imagenet(request: Request) -> Data:
@@ -60,7 +60,7 @@ def _open_splits(request: Request, tests: Sequence[str]) -> Data:
                 f"{folder} is a class that {path / 'train'} does not have; move or remove it."
             )
     train = Pictures(_labelled(path / "train", classes))
-    return Data(path.name, "classify", tuple(classes), train, Pictures(_labelled(test, classes)))
+    return Data(path.resolve().name, "classify", tuple(classes), train, Pictures(_labelled(test, classes)))
 
 
 def _class_folders(path: Path) -> list[Path]:
@@ -99,7 +99,9 @@ def open_masks(request: Request) -> Data:
     if names is None:
         names = _numbered_classes([*train_items, *test_items], request.ignore)
     ids = class_ids(len(names), request.ignore)
-    return Data(path.name, "segment", tuple(names), Masked(train_items, ids), Masked(test_items, ids))
+    return Data(
+        path.resolve().name, "segment", tuple(names), Masked(train_items, ids), Masked(test_items, ids)
+    )
 
 
 def _pairs(root: Path) -> list[tuple[Path, Path]]:

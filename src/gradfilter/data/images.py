@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ..errors import GradFilterError
+from .matlab import read_mat
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -54,7 +55,7 @@ def read_mask(path: Path, size: tuple[int, int], classes_of: Callable[[Any], Any
     """A file's mask as class ids; ``classes_of`` makes them of the file's values and refuses unknown ones."""
     from PIL import Image
 
-    values = _read(path, _mask_values)
+    values = _sbd_mask(path) if path.suffix == ".mat" else _read(path, _mask_values)
     height, width = values.shape[:2]
     if (width, height) != size:
         raise GradFilterError(
@@ -100,6 +101,9 @@ class ClassIds:
 
 def open_header(path: Path) -> tuple[int, int]:
     """Read no more than a file's header, to see that it is a picture; its upright size."""
+    if path.suffix == ".mat":
+        height, width = _sbd_mask(path).shape
+        return width, height
     return _read(path, _upright_size)
 
 
@@ -107,6 +111,13 @@ def _upright_size(picture: Image.Image) -> tuple[int, int]:
     width, height = picture.size
     lying = picture.getexif().get(0x0112, 1) >= 5  # the orientations that turn by a quarter
     return (height, width) if lying else (width, height)
+
+
+def _sbd_mask(path: Path) -> Any:
+    found = read_mat(path)
+    if "GTcls.Segmentation" not in found:
+        raise GradFilterError(f"{path} has no GTcls.Segmentation, as SBD's masks have; fetch it again.")
+    return found["GTcls.Segmentation"]
 
 
 def _mask_values(picture: Image.Image) -> Any:

@@ -144,7 +144,7 @@ KINDS: dict[str, Kind] = {
     "voc-aug": Kind(
         voc.open_voc_aug,
         voc.has_voc_aug,
-        "as voc, with SegmentationClassAug/ beside",
+        "as voc, with SegmentationClassAug/ or SBD's benchmark_RELEASE/",
         ("segment",),
     ),
     "voc": Kind(

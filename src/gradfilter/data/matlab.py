@@ -1,4 +1,4 @@
-"""Arrays of numbers in MATLAB 5 files: all that Flowers-102 needs of them, without scipy's 100 MB."""
+"""Arrays of numbers in MATLAB 5 files: all that Flowers-102 and SBD need of them, without scipy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["read_mat"]
 
 _HEADER = 128
 _MATRIX, _COMPRESSED = 14, 15
+_STRUCT, _NUMBERS = 2, range(6, 16)  # classes of matrices; cells, text and sparse ones are left out
 _TYPES = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
 
 
 def read_mat(file: Path) -> dict[str, Any]:
-    """The numeric arrays of a file by name, flat."""
+    """The numeric arrays of a file by name; those of a struct by its name, a dot, and theirs."""
     try:
         content = file.read_bytes()
         if content[126:128] != b"IM":
@@ -35,8 +36,24 @@ def _arrays(content: bytes) -> Iterator[tuple[str, Any]]:
         if kind == _COMPRESSED:
             yield from _arrays(zlib.decompress(data))
         elif kind == _MATRIX:
-            _, _, (_, name), (stored, values) = list(_elements(data))[:4]
-            yield name.decode(), np.frombuffer(values, f"<{_TYPES[stored]}")
+            yield from _matrix(data)
+
+
+def _matrix(content: bytes, name: str = "") -> Iterator[tuple[str, Any]]:
+    (_, flags), (_, shape), (_, own_name), *rest = _elements(content)
+    name, group = name or own_name.decode(), flags[0]
+    if group in _NUMBERS:
+        stored, values = rest[0]
+        yield (
+            name,
+            np.frombuffer(values, f"<{_TYPES[stored]}").reshape(np.frombuffer(shape, "<i4"), order="F"),
+        )
+    elif group == _STRUCT:
+        (_, length), (_, names), *fields = rest
+        width = int.from_bytes(length[:4], "little")
+        for number, (_, field) in enumerate(fields):
+            label = names[number * width : (number + 1) * width].rstrip(b"\0").decode()
+            yield from _matrix(field, f"{name}.{label}")
 
 
 def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:

@@ -1,4 +1,4 @@
-"""Federated-style partitions: one training set, shared out to clients whose classes differ; few-shot subsets."""
+"""Federated-style partitions: one training set, shared out to clients whose classes differ; and few shots."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..errors import GradFilterError
 from .images import class_ids
-from .request import Request, read_lines
+from .request import Request, read_lines, subfolder
 from .samples import Data, Masked
 
 __all__ = ["has_voc", "has_voc_aug", "open_voc", "open_voc_aug"]
@@ -15,7 +15,6 @@ _CLASSES = (
     "background aeroplane bicycle bird boat bottle bus car cat chair cow dining-table dog horse motorbike "
     "person potted-plant sheep sofa train tv-monitor"
 )
-_AUG_LISTS = ("train_aug.txt", "trainaug.txt")
 
 
 def has_voc(path: Path) -> bool:
@@ -23,43 +22,61 @@ def has_voc(path: Path) -> bool:
 
 
 def has_voc_aug(path: Path) -> bool:
-    return has_voc(path) and (_root(path) / "SegmentationClassAug").is_dir()
+    return has_voc(path) and (_aug(path) is not None or _sbd(path) is not None)
 
 
 def _root(path: Path) -> Path:
-    inside = path / "VOCdevkit" / "VOC2012", path / "VOC2012"
-    return next((folder for folder in inside if folder.is_dir()), path)
+    return subfolder(path, "VOCdevkit/VOC2012", "VOC2012") or path
+
+
+def _aug(path: Path) -> Path | None:
+    return subfolder(_root(path), "SegmentationClassAug")
+
+
+def _sbd(path: Path) -> Path | None:
+    return subfolder(path, "benchmark_RELEASE/dataset/cls", "SBD/cls", "sbd/cls", "cls")
 
 
 def open_voc(request: Request) -> Data:
     """The official 1464 training and 1449 validation pictures."""
-    lists = _root(request.path) / "ImageSets" / "Segmentation"
-    return _open(request, "voc", lists / "train.txt", "SegmentationClass")
+    root = _root(request.path)
+    stems = _list(root, "train")
+    return _open(request, "voc", [(stem, root / "SegmentationClass" / f"{stem}.png") for stem in stems])
 
 
 def open_voc_aug(request: Request) -> Data:
     """Training on the 10582 pictures that SBD's masks (Hariharan et al. 2011) add up to; tests as ``voc``."""
-    root = _root(request.path)
-    if not (root / "SegmentationClassAug").is_dir():
+    root, aug, sbd = _root(request.path), _aug(request.path), _sbd(request.path)
+    tests = set(_list(root, "val"))
+    if aug is not None:
+        lists = [name for name in ("train_aug", "trainaug") if _list_file(root, name).is_file()]
+        stems = _list(root, lists[0]) if lists else sorted({file.stem for file in aug.glob("*.png")} - tests)
+        return _open(request, "voc-aug", [(stem, aug / f"{stem}.png") for stem in stems])
+    if sbd is None:
         raise GradFilterError(
-            f"{root / 'SegmentationClassAug'} is missing: put the augmented masks there, or use voc:PATH."
+            f"{request.path} has no augmented masks: put SegmentationClassAug into {root}, or SBD's "
+            f"benchmark_RELEASE into {request.path}, or use voc:PATH."
         )
-    places = [root / "ImageSets" / "Segmentation" / name for name in _AUG_LISTS]
-    found = next((file for file in places if file.is_file()), None)
-    return _open(request, "voc-aug", found, "SegmentationClassAug")
+    masks = {file.stem: file for file in sbd.glob("*.mat")}
+    masks |= {stem: root / "SegmentationClass" / f"{stem}.png" for stem in _list(root, "train")}  # finer ones
+    return _open(request, "voc-aug", [(stem, masks[stem]) for stem in sorted(masks.keys() - tests)])
 
 
-def _open(request: Request, name: str, train_list: Path | None, masks: str) -> Data:
-    root = _root(request.path)
-    tests = read_lines(root / "ImageSets" / "Segmentation" / "val.txt")
-    if train_list is None:  # no list: all masks but those of the test
-        trains = sorted({file.stem for file in (root / masks).glob("*.png")} - set(tests))
-    else:
-        trains = [Path(line.split()[0]).stem for line in read_lines(train_list)]
-    classes = tuple(_CLASSES.split())
+def _list_file(root: Path, name: str) -> Path:
+    return root / "ImageSets" / "Segmentation" / f"{name}.txt"
+
+
+def _list(root: Path, name: str) -> list[str]:
+    """The names of a list; some lists have paths instead."""
+    return [Path(line.split()[0]).stem for line in read_lines(_list_file(root, name))]
+
+
+def _open(request: Request, name: str, train: list[tuple[str, Path]]) -> Data:
+    root, classes = _root(request.path), tuple(_CLASSES.split())
+    test = [(stem, root / "SegmentationClass" / f"{stem}.png") for stem in _list(root, "val")]
     ids = class_ids(len(classes), request.ignore)
-    train, test = (
-        Masked([(root / "JPEGImages" / f"{stem}.jpg", root / folder / f"{stem}.png") for stem in stems], ids)
-        for stems, folder in ((trains, masks), (tests, "SegmentationClass"))
-    )
-    return Data(name, "segment", classes, train, test)
+    sides = [
+        Masked([(root / "JPEGImages" / f"{stem}.jpg", mask) for stem, mask in side], ids)
+        for side in (train, test)
+    ]
+    return Data(name, "segment", classes, *sides)
