@@ -143,6 +143,14 @@ def test_transformed_samples_load_in_workers_and_train() -> None:
     assert labels.dtype == torch.int64
 
 
+def test_a_batch_of_masks_trains_whatever_the_sizes() -> None:
+    samples: Any = [scene(60, 40), scene(20, 90), scene(100, 100)]
+    images, masks = next(iter(DataLoader(Transformed(samples, train_transform("segment", 64)), 3)))
+    assert (images.shape, masks.shape) == ((3, 3, 64, 64), (3, 64, 64))
+    loss = gf.Segmentation(3).loss(torch.randn(3, 3, 16, 16), masks)
+    assert loss.isfinite()
+
+
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(gf.GradFilterError, match="task must be"):
         Transform("detect", 8)  # type: ignore[arg-type]

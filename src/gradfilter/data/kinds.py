@@ -204,7 +204,7 @@ def open_data(
 
     >>> data = open_data("digits")
     >>> data.classes, len(data.train), len(data.test)
-    (('0', '1', '2', '3', '4', '5', '6', '7', '8', '9'), 1437, 360)
+    (('0', '1', '2', '3', '4', '5', '6', '7', '8', '9'), 1438, 359)
 
     Args:
         download: fetch it if it is not there; without, nothing is ever fetched.

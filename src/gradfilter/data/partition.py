@@ -21,7 +21,7 @@ def shards(labels: Labels, clients: int, per_client: int, seed: int = 0) -> list
     With two shards a client sees about two classes.
 
     >>> [part.tolist() for part in shards([0, 0, 1, 1, 2, 2], clients=3, per_client=1)]
-    [[2, 3], [4, 5], [0, 1]]
+    [[0, 1], [4, 5], [2, 3]]
     """
     known = _checked(labels, clients)
     if per_client < 1 or clients * per_client > len(known):

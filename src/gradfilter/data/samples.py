@@ -125,7 +125,7 @@ def hold_out(names: Sequence[str], labels: Sequence[Any], part: float, seed: int
     Of a class with two samples or more at least one is held out, and at least one stays.
 
     >>> hold_out(["a1", "a2", "a3", "a4", "b1"], "aaaab", part=0.5, seed=0)
-    [True, False, True, False, False]
+    [True, False, False, True, False]
     """
     if not 0 < part < 1:
         raise GradFilterError(f"holdout must lie between 0 and 1, but is {part}.")

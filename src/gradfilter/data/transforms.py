@@ -67,7 +67,7 @@ class Transform:
         picture, target = self._geometry(picture, target)
         functional = _v2().functional
         image = functional.to_dtype(functional.pil_to_tensor(picture), torch.float32, scale=True)
-        image = functional.normalize(image, MEAN, STD)
+        image = functional.normalize(image, MEAN, STD, inplace=True)
         return image, target.as_subclass(Tensor).long() if self.task == "segment" else target
 
     def _geometry(self, picture: Image.Image, target: Any) -> tuple[Image.Image, Any]:
