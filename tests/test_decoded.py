@@ -120,6 +120,9 @@ def test_a_folder_is_used_again_if_nothing_changed(pictures: Pictures, tmp_path:
     for file in (tmp_path / "kept").glob("*.safetensors"):
         file.write_text("damaged")
     assert build(pictures) == 5
+    for file in (tmp_path / "kept").glob("*.bin"):
+        os.truncate(file, 100)
+    assert build(pictures) == 5
 
 
 def test_a_budget_that_is_too_small_says_what_would_do(pictures: Pictures, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ class Decoded(Dataset[tuple[Any, Any]]):
             self._chunks = _mapped(self._file)
         except (OSError, SafetensorError, KeyError):
             return False
-        return True
+        _, start, height, width, label = self._rows[-1].tolist()
+        return start + height * width * (3 if label >= 0 else 4) == len(self._chunks[0])
 
     def __getstate__(self) -> dict[str, Any]:
         # a mapped file is mapped again by each process, instead of being copied
