@@ -124,7 +124,7 @@ class Decoded(Dataset[tuple[Any, Any]]):
         except (OSError, SafetensorError, KeyError):
             return False
         _, start, height, width, label = self._rows[-1].tolist()
-        return start + height * width * (3 if label >= 0 else 4) == len(self._chunks[0])
+        return bool(start + height * width * (3 if label >= 0 else 4) == len(self._chunks[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         # a mapped file is mapped again by each process, instead of being copied
