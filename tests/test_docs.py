@@ -29,6 +29,7 @@ def python_blocks() -> dict[str, str]:
     }
 
 
+@pytest.mark.usefixtures("vision")
 @pytest.mark.parametrize("where", python_blocks())
 def test_python_in_the_documentation_runs(where: str) -> None:
     exec(compile(python_blocks()[where], where, "exec"), {})  # noqa: S102  our own documentation

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .costs import cost as cost
     from .costs import kept_bytes as kept_bytes
     from .costs import plan as plan
+    from .data.kinds import open_data as open_data
     from .errors import GradFilterError as GradFilterError
     from .merging import merge_ as merge_
     from .methods import HOSVD as HOSVD
@@ -87,6 +88,7 @@ _HOMES = {
     "merge_": "merging",
     "method_state": "state",
     "models": "",
+    "open_data": "data.kinds",
     "plan": "costs",
     "restore_": "surgery",
     "scale_quantized_gradients_": "qas",
@@ -128,6 +130,7 @@ __all__ = [
     "merge_",
     "method_state",
     "models",
+    "open_data",
     "plan",
     "restore_",
     "scale_quantized_gradients_",

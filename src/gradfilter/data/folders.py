@@ -1,0 +1,137 @@
+"""The user's own pictures: a folder per class, or a folder of pictures beside one of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import GradFilterError
+from .images import SUFFIXES, ClassIds, class_ids, is_picture, read_mask, read_picture
+from .request import Request, read_lines, subfolder
+from .samples import Data, Masked, Pictures
+
+__all__ = ["has_class_folders", "has_masks", "has_splits", "open_folder", "open_imagenet", "open_masks"]
+
+_TEST = ("test", "val", "valid", "validation")
+
+
+def has_class_folders(path: Path) -> bool:
+    return len(_class_folders(path)) > 0
+
+
+def has_splits(path: Path) -> bool:
+    """Whether there are a training and a test folder, both with folders in them."""
+    parts = path / "train", subfolder(path, *_TEST)
+    return all(part is not None and _class_folders(part) for part in parts)
+
+
+def has_masks(path: Path) -> bool:
+    roots = [path, *([path / "train"] if (path / "train").is_dir() else [])]
+    return any((root / "images").is_dir() and (root / "masks").is_dir() for root in roots)
+
+
+def open_folder(request: Request) -> Data:
+    """Class folders, under train/ and test/ if these are there, else with a part of each class held out."""
+    path = request.path
+    if has_splits(path):
+        return _open_splits(request, _TEST)
+    classes = [folder.name for folder in _class_folders(path)]
+    items = _labelled(path, classes)
+    train, test = request.split(items, [label for _, label in items])
+    return Data(path.resolve().name, "classify", tuple(classes), Pictures(train), Pictures(test))
+
+
+def open_imagenet(request: Request) -> Data:
+    """ImageNet: train/ and val/ with a folder per class; sorted by name these are in the official order."""
+    return _open_splits(request, ("val",))
+
+
+def _open_splits(request: Request, tests: Sequence[str]) -> Data:
+    path, test = request.path, subfolder(request.path, *tests)
+    if test is None or not (path / "train").is_dir():
+        raise GradFilterError(f"{path} must have the folders train and {tests[0]}, each with class folders.")
+    classes = [folder.name for folder in _class_folders(path / "train")]
+    for folder in _class_folders(test):
+        if folder.name not in classes:
+            raise GradFilterError(
+                f"{folder} is a class that {path / 'train'} does not have; move or remove it."
+            )
+    train = Pictures(_labelled(path / "train", classes))
+    return Data(path.resolve().name, "classify", tuple(classes), train, Pictures(_labelled(test, classes)))
+
+
+def _class_folders(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return []
+    return sorted(folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] not in "._")
+
+
+def _labelled(path: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+    return [(file, label) for label, name in enumerate(classes) for file in _pictures_of_class(path / name)]
+
+
+def _pictures_of_class(folder: Path) -> list[Path]:
+    files = _pictures(folder)
+    if not files:
+        raise GradFilterError(
+            f"The class folder {folder} has no pictures ({', '.join(s[1:] for s in SUFFIXES)}); "
+            "add some or remove it."
+        )
+    return files
+
+
+def _pictures(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if is_picture(file))
+
+
+def open_masks(request: Request) -> Data:
+    """images/ and masks/ with the same stems, under train/ and test/ if these are there."""
+    path, test = request.path, subfolder(request.path, *_TEST)
+    if (path / "train").is_dir() and test is not None:
+        train_items, test_items = _pairs(path / "train"), _pairs(test)
+    else:
+        pairs = _pairs(path)
+        train_items, test_items = request.split(pairs, [0] * len(pairs))
+    names = read_lines(path / "classes.txt") if (path / "classes.txt").is_file() else None
+    if names is None:
+        names = _numbered_classes([*train_items, *test_items], request.ignore)
+    ids = class_ids(len(names), request.ignore)
+    return Data(
+        path.resolve().name, "segment", tuple(names), Masked(train_items, ids), Masked(test_items, ids)
+    )
+
+
+def _pairs(root: Path) -> list[tuple[Path, Path]]:
+    for name in ("images", "masks"):
+        if not (root / name).is_dir():
+            raise GradFilterError(f"{root / name} is missing: masks of pictures in images/ are in masks/.")
+    masks = {file.relative_to(root / "masks").with_suffix(""): file for file in _pictures(root / "masks")}
+    pairs = []
+    for file in _pictures(root / "images"):
+        mask = masks.get(file.relative_to(root / "images").with_suffix(""))
+        if mask is None:
+            raise GradFilterError(f"{file} has no mask of the same name in {root / 'masks'}.")
+        pairs.append((file, mask))
+    if not pairs:
+        raise GradFilterError(f"{root / 'images'} has no pictures.")
+    return pairs
+
+
+def _numbered_classes(pairs: Sequence[tuple[Path, Path]], ignore: int) -> list[str]:
+    """As many classes as the masks have, which must all be read for it."""
+    anything = class_ids(255, ignore)
+    highest = max(_highest(picture, mask, anything) for picture, mask in pairs)
+    if highest == 0:
+        raise GradFilterError(
+            f"The masks beside {pairs[0][1]} have the class 0 only (255 does not count); "
+            "save the second class as 1."
+        )
+    return [f"class {label}" for label in range(highest + 1)]
+
+
+def _highest(picture: Path, mask: Path, ids: ClassIds) -> int:
+    values: Any = np.asarray(read_mask(mask, read_picture(picture).size, ids))
+    return int(values[values != 255].max(initial=0))
