@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import os
 import warnings
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils import _pytree
@@ -78,7 +80,14 @@ def export(
 def write_safetensors(model: nn.Module, file: str | os.PathLike[str]) -> None:
     """The model's state dict as a file, whole or not at all, with no check."""
     with replacing(file) as partial:
-        save_file(_state(model), partial)
+        _save_safetensors(model, partial)
+
+
+def _save_safetensors(model: nn.Module, file: Path) -> None:
+    try:
+        save_file(_state(model), file)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(str(error)) from error
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -96,12 +105,14 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _through_safetensors(model: nn.Module, example: Tensor, file: Path) -> list[Any]:
-    save_file(_state(model), file)
+    _save_safetensors(model, file)
     return _loaded_outputs(model, load_file(file), example)
 
 
 def _through_state_dict(model: nn.Module, example: Tensor, file: Path) -> list[Any]:
-    torch.save(_state(model), file)
+    made = io.BytesIO()  # torch does not say why it cannot write to a file
+    torch.save(_state(model), made)
+    file.write_bytes(made.getbuffer())
     return _loaded_outputs(model, torch.load(file, weights_only=True), example)
 
 

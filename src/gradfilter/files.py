@@ -26,6 +26,7 @@ def replacing(file: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(file)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
+        partial.touch()  # what cannot be written is refused before the work is done
         yield partial
         _sync(partial)  # else a power cut can leave the new name with nothing in it
         partial.replace(target)

@@ -58,7 +58,7 @@ def predict(
     """Labels, or for segmentation masks, of named pictures, in their order; the model stays as it is.
 
     The transform makes of a picture what the model reads, (C, H, W). For masks it must show all of the
-    picture: resize it, but not crop it. Pictures that it makes equally large run together, up to ``batch`` of them.
+    picture: resize it, but not crop it. Pictures that it makes equally large run together, at most ``batch``.
 
     >>> from PIL import Image
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2, bias=False)).requires_grad_(False)
@@ -73,6 +73,9 @@ def predict(
     for names, sizes, inputs in _batches(images, transform, batch):
         with _evaluating(model), torch.inference_mode():
             scores = _scores(model(inputs), len(classes)).float()
+        if (scores.dim() == 4) != (task == "segmentation"):
+            what, other = ("masks", "segmentation") if scores.dim() == 4 else ("labels", "classification")
+            raise GradFilterError(f"The model gives {what}; use task={other!r}.")
         for name, size, own in zip(names, sizes, scores, strict=True):
             if task == "segmentation":
                 yield Mask(name, _largest(own, size))
@@ -104,11 +107,6 @@ def _stacked(
 
 def _largest(scores: Tensor, size: tuple[int, int]) -> Tensor:
     """The class with the highest score of every pixel, a few classes at a time."""
-    if scores.dim() != 3:
-        raise GradFilterError(
-            f"The model gives {scores.dim() - 1} axes beside the classes, where a mask has two; "
-            "use task='classification'."
-        )
     step = max(1, _AT_ONCE // (size[0] * size[1]))
     best = found = None
     for first in range(0, len(scores), step):

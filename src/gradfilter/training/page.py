@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..masks import colour
@@ -84,6 +85,7 @@ footer { margin-top: 44px; padding-bottom: 32px; font-size: .85rem; color: var(-
 
 def page(report: Report) -> str:
     """The whole file."""
+    report = replace(report, epochs=plain(report.epochs), others=plain(report.others))
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
