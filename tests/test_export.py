@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import gradfilter as gf
-from gradfilter import export as module
+from gradfilter import exports as module
 from gradfilter.errors import GradFilterError
-from gradfilter.export import export
+from gradfilter.exports import export
 
 SUFFIXES = {"safetensors": ".safetensors", "state_dict": ".pth", "onnx": ".onnx", "executorch": ".pte"}
 needs_onnx = pytest.mark.skipif(
@@ -151,6 +151,12 @@ def test_a_model_that_cannot_be_exported_is_one_sentence(tmp_path: Path) -> None
     with pytest.raises(GradFilterError, match=r"^The model cannot be exported to ONNX: [^\n]*$"):
         export(Untraceable(), torch.randn(1, 3, 8, 8), tmp_path / "a.onnx", "onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_public_name_is_the_function_whatever_was_imported_before() -> None:
+    import gradfilter.training.run_folder  # noqa: F401  which imports the module
+
+    assert gf.export is export
 
 
 def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

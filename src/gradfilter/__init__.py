@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .costs import kept_bytes as kept_bytes
     from .costs import plan as plan
     from .errors import GradFilterError as GradFilterError
-    from .export import export as export
+    from .exports import export as export
     from .methods import Exact as Exact
     from .methods import GradientFilter as GradientFilter
     from .methods import Memory as Memory
@@ -54,7 +54,7 @@ _HOMES = {
     "apply_": "surgery",
     "cost": "costs",
     "count_fallbacks": "coarse",
-    "export": "export",
+    "export": "exports",
     "fit": "training.fit",
     "kept_bytes": "costs",
     "load_method_state_": "state",

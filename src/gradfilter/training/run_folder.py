@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import GradFilterError
-from ..export import write_safetensors
+from ..exports import write_safetensors
 from ..files import write
 from .report import Report, plain, write_report
 
