@@ -18,7 +18,7 @@ Values = Sequence[float | None]
 _WIDTH, _HEIGHT = 440, 270
 _BAR_WIDTH = 330
 _BAR_COLOURS = (1, 0, 2, 3)  # what others are held against comes first, and is grey
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 20, 14, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 20, 14, 40
 _MOST_POINTS = 400  # of a line; more cannot be told apart
 _MOST_NUMBERS = 20  # classes up to which cells have their number
 _MOST_NAMES = 60  # classes up to which rows and columns have their name
@@ -47,7 +47,7 @@ def lines(
     across = _scale(x[0], x[-1], _LEFT, _WIDTH - _RIGHT)
     up = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
     parts = [_axes(x_ticks, y_ticks, across, up, x_label, y_label)]
-    for number, (name, values) in enumerate(series.items()):
+    for number, (name, values) in reversed(list(enumerate(series.items()))):  # the first lies on top
         parts.append(_line(name, number, x, values, across, up, x_label))
     if marked:
         parts.append(_mark(marked, x, series, across, up))
