@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import pickle
 import subprocess
@@ -642,3 +643,23 @@ about = [warning for warning in caught if "The real cure" in str(warning.message
 assert len(about) == broken, caught
 """
     )
+
+
+def test_weights_that_are_on_the_machine_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name torchvision gives them, and only if the checksum in that name is theirs."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    model = build("tiny", classes=3)
+    torch.save(model.state_dict(), folder / "saved")
+    digest = hashlib.sha256((folder / "saved").read_bytes()).hexdigest()[:8]
+    wrong = folder / f"tiny-{'0' * 8}.pth"
+    (folder / "saved").rename(wrong)
+    with pytest.raises(WeightsError) as caught:
+        build("tiny", classes=3, weights="auto")
+    assert str(caught.value) == (
+        "There are no pretrained weights of tiny on this machine; give a file of weights."
+    )
+    wrong.rename(folder / f"tiny-{digest}.pth")
+    found = build("tiny", classes=3, weights="auto")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found.parameters(), strict=True))

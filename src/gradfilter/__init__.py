@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .costs import plan as plan
     from .data.kinds import open_data as open_data
     from .errors import GradFilterError as GradFilterError
+    from .exports import export as export
     from .merging import merge_ as merge_
     from .methods import HOSVD as HOSVD
     from .methods import SVD as SVD
@@ -71,10 +72,10 @@ _HOMES = {
     "Plan": "plans",
     "Quantized": "methods",
     "SVD": "methods",
+    "Segmentation": "training.tasks",
     "SparseUpdate": "methods",
     "SubspaceIteration": "methods",
     "WalshHadamard": "methods",
-    "Segmentation": "training.tasks",
     "accelerate_": "program",
     "acceleration": "program",
     "analyze": "analysis",
@@ -82,6 +83,7 @@ _HOMES = {
     "choose_ranks": "ranks",
     "cost": "costs",
     "count_fallbacks": "coarse",
+    "export": "exports",
     "fit": "training.fit",
     "kept_bytes": "costs",
     "load_method_state_": "state",
@@ -113,10 +115,10 @@ __all__ = [
     "NormOnly",
     "Plan",
     "Quantized",
+    "Segmentation",
     "SparseUpdate",
     "SubspaceIteration",
     "WalshHadamard",
-    "Segmentation",
     "accelerate_",
     "acceleration",
     "analyze",
@@ -124,6 +126,7 @@ __all__ = [
     "choose_ranks",
     "cost",
     "count_fallbacks",
+    "export",
     "fit",
     "kept_bytes",
     "load_method_state_",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-from pathlib import Path
 from typing import Any
 
-from ..errors import GradFilterError
+from ..files import write
 from ..plans import table
 from . import layers, regions, step
 from .environment import conditions
@@ -43,19 +41,6 @@ def csv_of(rows: list[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return made.getvalue()
-
-
-def write(file: str, content: str | bytes) -> None:
-    """Write a file whole or not at all: under another name first, so that nobody sees half of it."""
-    target = Path(file)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        temporary.replace(target)
-    except OSError as error:
-        raise GradFilterError(f"{file} cannot be written ({error.strerror}).") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def markdown_table(lines: list[list[str]]) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 
 from gradfilter.errors import ModelError, nearest
 from gradfilter.models._nets import NETS
+from gradfilter.models._pretrained import find_weights
 from gradfilter.models._torchvision import library, torchvision
 from gradfilter.models._weights import load_weights
 
@@ -43,14 +44,16 @@ def build(
     - `package.module:factory`, a function or class of your own that returns the model.
 
     `classes` is the number of outputs; without it the model keeps its usual number. `weights` is a file for
-    `load_weights`; if `classes` is given and differs from the file's, the classifier starts afresh.
+    `load_weights`, or "auto" for the usual ones where they are on this machine already, from an installed
+    package or an earlier download; if `classes` differs from the file's, the classifier starts afresh.
     `options` go to the model's constructor.
     """
     if classes is not None and classes < 1:
         raise ModelError(f"{name} needs at least one class, not {classes}.")
     model = _construct(name, classes, options)
     if weights is not None:
-        load_weights(model, weights, new_head=classes is not None)
+        file = find_weights(name) if weights == "auto" else weights
+        load_weights(model, file, new_head=classes is not None)
     return model
 
 

@@ -40,7 +40,14 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".tmp")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        # cloned: safetensors refuses tensors that share memory, as tied weights do
+        save_file(
+            {
+                name: tensor.detach().clone(memory_format=torch.contiguous_format)
+                for name, tensor in tensors.items()
+            },
+            partial,
+        )
         checksum = _synced_checksum(partial)
         partial.replace(file)
         index = folder / f"{_INDEX}.tmp"
@@ -48,9 +55,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
         _sync(index)
         index.replace(folder / _INDEX)
         _sync(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
         raise GradFilterError(
-            f"The checkpoint {file} cannot be written: {error.strerror or error}. The one before it is "
+            f"The checkpoint {file} cannot be written: {why}. The one before it is "
             "whole; make room, or give the run another folder."
         ) from error
     for old in folder.glob("step-*"):
@@ -107,6 +115,11 @@ def _optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         for name, value in state.items():
             if isinstance(value, Tensor | int | float):  # None is what torch starts with
                 yield f"{index}/{name}", torch.as_tensor(value)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A copy: safetensors refuses tensors that share memory, as tied weights do."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _checksum(file: Path) -> str:

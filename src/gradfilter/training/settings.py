@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import GradFilterError
 
-__all__ = ["Config", "Loop"]
+__all__ = ["Loop"]
 
 
 @dataclass(frozen=True)
@@ -48,41 +48,3 @@ class Loop:
                 raise GradFilterError(f"{name} must not be negative, but is {getattr(self, name)}.")
         if not 0 <= self.label_smoothing < 1:
             raise GradFilterError(f"label_smoothing must be from 0 to below 1, not {self.label_smoothing}.")
-
-
-@dataclass(frozen=True)
-class Config(Loop):
-    """All of ``gradfilter train``: the data, the model, what of it trains and how, and the loop.
-
-    Args:
-        data: "digits", a folder, a file, or KIND:PATH; docs/data.md lists the kinds.
-        task: "classify" or "segment"; found out from the data if not said.
-        model: a name as ``gradfilter models`` lists them.
-        weights: a file, "auto" for what is on this machine, "none" for random ones.
-        size: side of the pictures in pixels.
-        method: how the layers train, as text; docs/methods.md has all.
-        methods: another method for some layers, by glob; the first that matches counts.
-        layers: which layers train: "last:4", "all", globs; docs/usage.md.
-        norm: batch norms: "fixed", "affine" or "batch".
-        augment: crop, flip and colour the training pictures at random.
-        cache: features of the frozen layers, computed once: "auto" where that changes nothing.
-        workers: processes that read pictures.
-        download: fetch a public data set that is not there.
-        out: the run's folder; a new one below runs/ if not said.
-    """
-
-    data: str = "digits"
-    task: Literal["auto", "classify", "segment"] = "auto"
-    model: str = "mobilenet_v2"
-    weights: str = "auto"
-    size: int = 128
-    method: str = "GradientFilter(patch=2)"
-    methods: dict[str, str] = field(default_factory=dict)
-    layers: str = "last:4"
-    norm: Literal["fixed", "affine", "batch"] = "fixed"
-    augment: bool = True
-    cache: Literal["auto", "on", "off"] = "auto"
-    workers: int = 1
-    threads: int = 0
-    download: bool = False
-    out: str = ""

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, interpolate
 from ..errors import GradFilterError
 from ..models._torchvision import library
 
-__all__ = ["Classification", "Segmentation"]
+__all__ = ["Classification", "Segmentation", "class_scores"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Classification:
     label_smoothing: float = 0.0
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(_scores(output, self.classes), target, label_smoothing=self.label_smoothing)
+        return cross_entropy(class_scores(output, self.classes), target, label_smoothing=self.label_smoothing)
 
     def score(self, outputs: Iterator[tuple[Any, Tensor]]) -> dict[str, float]:
         metric = _metric("MulticlassAccuracy", num_classes=self.classes, average="micro")
         for output, target in outputs:
-            metric.update(_scores(output, self.classes), target)
+            metric.update(class_scores(output, self.classes), target)
         return {"accuracy": 100 * float(metric.compute())}
 
 
@@ -53,7 +53,7 @@ class Segmentation:
         return {"mean_iou": 100 * float(iou.compute()), "pixel_accuracy": 100 * float(accuracy.compute())}
 
 
-def _scores(output: Any, classes: int) -> Tensor:
+def class_scores(output: Any, classes: int) -> Tensor:
     """The class scores among what a model gives; torchvision's segmentation models give a dict."""
     if isinstance(output, dict):
         output = output.get("out", next(iter(output.values()), None))
@@ -67,7 +67,7 @@ def _scores(output: Any, classes: int) -> Tensor:
 
 
 def _as_large(output: Any, target: Tensor, classes: int) -> Tensor:
-    scores = _scores(output, classes)
+    scores = class_scores(output, classes)
     if scores.shape[2:] == target.shape[1:]:
         return scores
     return interpolate(scores, size=target.shape[1:], mode="bilinear", align_corners=False)

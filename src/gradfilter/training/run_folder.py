@@ -1,0 +1,126 @@
+"""The folder of a run, as docs/training.md describes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import GradFilterError
+from ..exports import write_safetensors
+from ..files import write
+from .report import Report, plain, write_report
+
+__all__ = ["RunFolder"]
+
+_CONFIG, _METRICS = "config.json", "metrics.jsonl"
+
+
+class RunFolder:
+    """What a run leaves behind. ``create`` makes a new one, ``open`` goes back to one that is there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = RunFolder.create(f"{folder}/first", {"epochs": 2})
+    ...     run.append({"epoch": 1, "loss": 0.7})
+    ...     RunFolder.open(f"{folder}/first").config, run.epochs()
+    ({'epochs': 2}, [{'epoch': 1, 'loss': 0.7}])
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self.path, self.config = path, dict(config)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> RunFolder:
+        """A folder for a new run; refused where there is a run already, so that none is ever written over."""
+        folder = Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        if any((folder / name).exists() for name in (_CONFIG, _METRICS, "checkpoint")):
+            raise GradFilterError(
+                f"{folder} holds a run already; go on with it by --resume {folder}, or give another name."
+            )
+        resolved = plain(config)
+        write(folder / _CONFIG, json.dumps(resolved, indent=1) + "\n")
+        return cls(folder, resolved)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> RunFolder:
+        """The folder of a run that was begun."""
+        folder = Path(path)
+        try:
+            config = json.loads((folder / _CONFIG).read_text())
+        except OSError:
+            raise GradFilterError(f"{folder} holds no run: it has no {_CONFIG} that can be read.") from None
+        except ValueError:
+            config = None
+        if not isinstance(config, dict):
+            raise GradFilterError(f"{folder / _CONFIG} is damaged; start the run anew under another name.")
+        return cls(folder, config)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the loop puts what it needs to go on."""
+        return self.path / "checkpoint"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best.safetensors"
+
+    @property
+    def last(self) -> Path:
+        return self.path / "last.safetensors"
+
+    def append(self, epoch: Mapping[str, Any]) -> None:
+        """Add an epoch to the metrics, as one line that is on its way to the disk when this returns."""
+        line = json.dumps(plain(epoch), allow_nan=False) + "\n"
+        try:
+            with (self.path / _METRICS).open("a") as stream:
+                stream.write(line)
+        except OSError as error:
+            raise _unwritable(self.path / _METRICS, error) from None
+
+    def epochs(self) -> list[dict[str, Any]]:
+        """The metrics so far; a line that a kill left unfinished does not count."""
+        try:
+            lines = (self.path / _METRICS).read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [entry for entry in map(_entry, lines) if entry is not None]
+
+    def go_back(self, epochs: Sequence[Mapping[str, Any]]) -> None:
+        """Make the metrics those of a checkpoint's epochs: later lines go, a missing one comes back.
+
+        A line that is there stays as it is: it may say more than the checkpoint does.
+        """
+        there = {entry["epoch"]: entry for entry in self.epochs()}
+        kept = [there.get(epoch["epoch"], plain(epoch)) for epoch in epochs]
+        write(self.path / _METRICS, "".join(json.dumps(entry, allow_nan=False) + "\n" for entry in kept))
+
+    def save(self, model: nn.Module, *, best: bool) -> None:
+        """Write the weights, for the plain model, as the last ones, and as the best if they are."""
+        for file in (self.last, self.best) if best else (self.last,):
+            write_safetensors(model, file)
+
+    def write_report(self, report: Report) -> None:
+        write_report(self.path, report)
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "epoch" in found else None
+
+
+def _unwritable(path: Path, error: OSError) -> GradFilterError:
+    return GradFilterError(
+        f"{path} cannot be written ({error.strerror or error}); make room, or give the run another folder."
+    )
