@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 
 from gradfilter.bench import report
-from gradfilter.bench.step import Settings, measure
+from gradfilter.bench.arm import Settings
+from gradfilter.bench.step import measure
 from gradfilter.progress import Progress
 
 RESULTS = Path(__file__).parent / "results" / "steps"

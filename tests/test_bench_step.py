@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import gradfilter as gf
 from gradfilter import cli
+from gradfilter.bench import arm as arms
 from gradfilter.bench import charts, energy, environment, memory, report, step, worker
 
-TINY = step.Settings("tiny", layers="last:2", batch=2, size=32, classes=5, threads=1, rounds=2)
+TINY = arms.Settings("tiny", layers="last:2", batch=2, size=32, classes=5, threads=1, rounds=2)
 PLAIN = ("inference", "exact-all", "exact", "filter")
 
 
@@ -85,7 +86,7 @@ def test_kept_bytes_and_multiply_adds_are_those_of_the_plan(record: dict[str, An
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_step_trains_what_its_arm_trains(name: str) -> None:
-    arm = step.Arm(name, step.Case(TINY))
+    arm = arms.Arm(name, arms.Case(TINY))
     before = {key: value.clone() for key, value in arm.model.state_dict().items()}
     arm()
     changed = {key for key, value in arm.model.state_dict().items() if not torch.equal(value, before[key])}
@@ -100,12 +101,12 @@ def test_a_step_trains_what_its_arm_trains(name: str) -> None:
     assert not any("running" in key for key in changed)
 
 
-def trained_by(arm: step.Arm) -> list[nn.Parameter]:
+def trained_by(arm: arms.Arm) -> list[nn.Parameter]:
     return [p for p in arm.model.parameters() if p.requires_grad]
 
 
 def test_gradients_are_clipped_and_may_be_kept() -> None:
-    arm = step.Arm("exact", step.Case(TINY))
+    arm = arms.Arm("exact", arms.Case(TINY))
     with torch.no_grad():
         arm.model.head.weight.mul_(1e4)  # type: ignore[union-attr,operator]
     assert arm.held_bytes() == 0
@@ -113,16 +114,16 @@ def test_gradients_are_clipped_and_may_be_kept() -> None:
     arm(keep_gradients=True)
     moved = torch.cat([p.detach().flatten() for p in trained_by(arm)]) - before
     rate = arm.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
-    assert moved.norm() == pytest.approx(step.CLIP * rate, rel=1e-2)
+    assert moved.norm() == pytest.approx(arms.CLIP * rate, rel=1e-2)
     trained = trained_by(arm)
     assert arm.held_bytes() == sum(p.nbytes for p in trained)
 
 
 def test_prefix_arms_are_accelerated(program: SimpleNamespace) -> None:
-    case = step.Case(TINY)
+    case = arms.Case(TINY)
     kinds = {}
     for name in ("inference+prefix", "exact+prefix", "filter+prefix"):
-        arm = step.Arm(name, case)
+        arm = arms.Arm(name, case)
         assert program.accelerated.pop() is arm.model
         kinds[name] = {
             type(m.gradfilter_method) for m in arm.model.modules() if hasattr(m, "gradfilter_method")
@@ -161,7 +162,7 @@ def test_an_arm_that_the_model_does_not_allow_has_the_reason(
         raise gf.GradFilterError("the model branches on its input")
 
     monkeypatch.setattr(sys.modules["gradfilter.program"], "accelerate_", refuse)
-    settings = step.Settings("tiny", layers="all", batch=1, size=16, threads=1, rounds=1)
+    settings = arms.Settings("tiny", layers="all", batch=1, size=16, threads=1, rounds=1)
     record = step.measure(settings, ("exact", "filter+prefix", "exact+cache"), memory=False, one_process=True)
     rows = by_name(record)
     assert rows["filter+prefix"] == {
@@ -178,11 +179,11 @@ def test_an_arm_that_the_model_does_not_allow_has_the_reason(
 
 
 def test_other_outputs_and_types() -> None:
-    pixels = step._logits({"out": torch.zeros(2, 3, 4, 4), "aux": torch.zeros(1)})
+    pixels = arms._logits({"out": torch.zeros(2, 3, 4, 4), "aux": torch.zeros(1)})
     assert pixels.shape == (2, 3, 4, 4)
     with pytest.raises(gf.GradFilterError, match="one score per class"):
-        step._logits([torch.zeros(2)])
-    settings = step.Settings("tiny", batch=1, size=16, dtype="bfloat16", threads=1, rounds=1)
+        arms._logits([torch.zeros(2)])
+    settings = arms.Settings("tiny", batch=1, size=16, dtype="bfloat16", threads=1, rounds=1)
     rows = by_name(step.measure(settings, ("exact", "filter"), memory=False, one_process=True))
     assert rows["filter"]["kept_bytes"] < rows["exact"]["kept_bytes"]
 
@@ -208,7 +209,7 @@ def test_a_killed_process_is_one_sentence() -> None:
 
 
 def test_a_process_that_fails_says_why() -> None:
-    unknown = step.Settings("resnet-eighteen")
+    unknown = arms.Settings("resnet-eighteen")
     with worker.Worker(unknown, "exact") as running, pytest.raises(gf.GradFilterError, match="eighteen"):
         running()
 
@@ -221,7 +222,7 @@ def test_a_worker_leaves_nothing_behind() -> None:
 
 
 def test_the_memory_of_another_device_is_unknown() -> None:
-    elsewhere = step.Settings("tiny", device="cuda")
+    elsewhere = arms.Settings("tiny", device="cuda")
     assert str(memory.peak_of_step(elsewhere, "exact")).startswith("unavailable: ")
 
 
@@ -244,10 +245,10 @@ def test_running_out_of_memory_is_one_sentence(error: Exception) -> None:
 
 
 def test_what_cannot_fit_is_refused_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(arms, "available_memory", lambda: 10_000)
     with pytest.raises(gf.GradFilterError, match=r"needs at least .* and 9.8 KiB are free"):
         step.measure(TINY, ("exact",))
-    huge = step.Settings("tiny", batch=10**6, size=2000, threads=1)
+    huge = arms.Settings("tiny", batch=10**6, size=2000, threads=1)
     monkeypatch.undo()
     if environment.available_memory() is not None:
         with pytest.raises(gf.GradFilterError, match="Batch 1000000 at 2000 px"):
@@ -468,5 +469,5 @@ def test_measured_energy_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_features_may_be_any_tensors(program: SimpleNamespace) -> None:
-    arm = step.Arm("exact+cache", step.Case(TINY))
+    arm = arms.Arm("exact+cache", arms.Case(TINY))
     assert isinstance(arm.forward(), Tensor)

@@ -259,15 +259,14 @@ def _bench_step(arguments: argparse.Namespace) -> None:
     from dataclasses import fields
 
     from .bench import charts, report, step
+    from .bench.arm import Settings
     from .progress import Progress
 
     for file in (arguments.json, arguments.csv, arguments.png):
         _check_writable(file)
     if arguments.png:
         charts.check_matplotlib()
-    settings = step.Settings(
-        **{field.name: getattr(arguments, field.name) for field in fields(step.Settings)}
-    )
+    settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     arms = [name.strip() for name in arguments.arms.split(",")] if arguments.arms else step.ARMS
     with Progress() as tell:
         record = step.measure(settings, arms, not arguments.no_memory, tell, arguments.one_process)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_any, tree_map
 
 from .grid import Grid, common_patches, expand, pixels, pool, regrid
 
-__all__ = ["CoarseGradient", "Compact", "count_fallbacks", "densify", "leave_grid", "onto"]
+__all__ = ["CoarseGradient", "Compact", "count_fallbacks", "densify", "elementwise", "leave_grid", "onto"]
 
 aten = torch.ops.aten
 
@@ -33,6 +33,10 @@ class Compact(Tensor):
 
     def dense(self) -> Tensor:
         """The plain tensor of full size."""
+        raise NotImplementedError
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Compact:
+        """The gradient whose stored numbers are what ``change`` makes of these."""
         raise NotImplementedError
 
     @classmethod
@@ -74,6 +78,9 @@ class CoarseGradient(Compact):
         tensor([[[1., 1., 1.]]])
         """
         return expand(self.means, self.grid)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> CoarseGradient:
+        return CoarseGradient(change(self.means), self.grid)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"CoarseGradient(shape={self.grid.shape}, patches={self.grid.patches}, dtype={self.dtype})"
@@ -229,10 +236,12 @@ def _sum(a: CoarseGradient, dim: Sequence[int] | None, keepdim: bool = False, *,
     return (a.means * pixels(a.grid, a.means)).expand_as(a.means).sum(dims, keepdim=keepdim, dtype=dtype)
 
 
-def _elementwise(op: Callable[..., Tensor]) -> Callable[..., CoarseGradient]:
-    def apply(a: CoarseGradient, *args: Any, **kwargs: Any) -> CoarseGradient:
+def elementwise(op: Callable[..., Tensor]) -> Callable[..., Compact]:
+    """An operator on full size that is the same one on the stored numbers."""
+
+    def apply(a: Compact, *args: Any, **kwargs: Any) -> Compact:
         kwargs.pop("memory_format", None)
-        return CoarseGradient(op(a.means, *args, **kwargs), a.grid)
+        return a.changed(lambda numbers: op(numbers, *args, **kwargs))
 
     return apply
 
@@ -251,9 +260,9 @@ CoarseGradient.known = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.sum.dim_IntList: _sum,
-    aten.neg.default: _elementwise(torch.neg),
-    aten.detach.default: _elementwise(torch.detach),
-    aten.alias.default: _elementwise(aten.alias.default),
-    aten.clone.default: _elementwise(torch.clone),
-    aten._to_copy.default: _elementwise(aten._to_copy.default),
+    aten.neg.default: elementwise(torch.neg),
+    aten.detach.default: elementwise(torch.detach),
+    aten.alias.default: elementwise(aten.alias.default),
+    aten.clone.default: elementwise(torch.clone),
+    aten._to_copy.default: elementwise(aten._to_copy.default),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import GradFilterError
 
-__all__ = ["replacing", "write"]
+__all__ = ["replacing", "sync", "write"]
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def replacing(file: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         partial.touch()  # what cannot be written is refused before the work is done
         yield partial
-        _sync(partial)  # else a power cut can leave the new name with nothing in it
+        sync(partial)  # else a power cut can leave the new name with nothing in it
         partial.replace(target)
     except OSError as error:
         raise GradFilterError(f"{file} cannot be written ({error.strerror or error}).") from None
@@ -43,7 +43,8 @@ def write(file: str | os.PathLike[str], content: str | bytes) -> None:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .coarse import Compact
+from .coarse import Compact, elementwise
 from .ops.walsh import Basis
 
 __all__ = ["SpectralGradient"]
@@ -46,8 +46,8 @@ class SpectralGradient(Compact):
         """
         return self.basis.synthesise(self.coefficients).movedim(1, self.channel)
 
-    def with_coefficients(self, coefficients: Tensor) -> SpectralGradient:
-        return SpectralGradient(coefficients, self.basis, self.shape, self.channel)
+    def changed(self, change: Callable[[Tensor], Tensor]) -> SpectralGradient:
+        return SpectralGradient(change(self.coefficients), self.basis, self.shape, self.channel)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SpectralGradient(shape={tuple(self.shape)}, {self.basis}, dtype={self.dtype})"
@@ -58,7 +58,7 @@ def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
         return NotImplemented
     if (a.shape, a.basis, a.channel) != (b.shape, b.basis, b.channel):
         return NotImplemented
-    return a.with_coefficients(torch.add(a.coefficients, b.coefficients, alpha=alpha))
+    return a.changed(lambda numbers: torch.add(numbers, b.coefficients, alpha=alpha))
 
 
 def _scale(op: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -71,7 +71,7 @@ def _scale(op: Callable[..., Tensor]) -> Callable[..., Any]:
             if b.dim() != a.dim() or any(n != 1 for d, n in enumerate(b.shape) if d != a.channel):
                 return NotImplemented
             b = b.reshape(1, -1, 1, 1)
-        return a.with_coefficients(op(a.coefficients, b))
+        return a.changed(lambda numbers: op(numbers, b))
 
     return apply
 
@@ -93,14 +93,6 @@ def _sum(a: SpectralGradient, dim: Sequence[int] | None, keepdim: bool = False, 
     return a.basis.sums(a.coefficients)
 
 
-def _elementwise(op: Callable[..., Tensor]) -> Callable[..., SpectralGradient]:
-    def apply(a: SpectralGradient, *args: Any, **kwargs: Any) -> SpectralGradient:
-        kwargs.pop("memory_format", None)
-        return a.with_coefficients(op(a.coefficients, *args, **kwargs))
-
-    return apply
-
-
 SpectralGradient.known = {
     aten.add.Tensor: _add,
     aten.mul.Tensor: _scale(torch.mul),
@@ -109,9 +101,9 @@ SpectralGradient.known = {
     aten.div.Scalar: _scale(torch.div),
     aten.permute.default: _permute,
     aten.sum.dim_IntList: _sum,
-    aten.neg.default: _elementwise(torch.neg),
-    aten.detach.default: _elementwise(torch.detach),
-    aten.alias.default: _elementwise(aten.alias.default),
-    aten.clone.default: _elementwise(torch.clone),
-    aten._to_copy.default: _elementwise(aten._to_copy.default),
+    aten.neg.default: elementwise(torch.neg),
+    aten.detach.default: elementwise(torch.detach),
+    aten.alias.default: elementwise(aten.alias.default),
+    aten.clone.default: elementwise(torch.clone),
+    aten._to_copy.default: elementwise(aten._to_copy.default),
 }

@@ -15,12 +15,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from .arm import Settings
 from .worker import Worker
-
-if TYPE_CHECKING:
-    from .step import Settings
 
 __all__ = ["peak_above", "peak_of_step"]
 

@@ -10,12 +10,10 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import GradFilterError
-
-if TYPE_CHECKING:
-    from .step import Settings, Times
+from .arm import Case, Settings, Times, facts
 
 __all__ = ["Worker"]
 
@@ -53,8 +51,6 @@ class Worker:
         return self._times("turn")
 
     def _times(self, what: str) -> Times:
-        from .step import Times
-
         return Times(*self._ask(what))
 
     def peak(self) -> int:
@@ -93,8 +89,6 @@ class Worker:
 
 def _main(name: str, settings: str) -> int:
     """The process: answers on stdout, one line per line of stdin."""
-    from .step import Case, Settings, facts
-
     asked = Settings(**json.loads(settings))
     try:
         with asked.in_memory(name):

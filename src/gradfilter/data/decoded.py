@@ -188,7 +188,7 @@ class _Memory:
         return self._chunks
 
     def close(self) -> None:
-        pass
+        """Memory has nothing to close, and nothing half-written to take away."""
 
 
 class _OnDisk:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import ClassVar
@@ -15,12 +14,12 @@ from ..ops.exact_conv import Gradients, Want, exact_backward, exact_weight_gradi
 from ..ops.storage import Store
 from ..ops.walsh import Basis
 
-__all__ = ["FixedWeight", "Memory", "Method"]
+__all__ = ["Memory", "Method"]
 
 Memory = dict[str, Tensor]  # what a layer's method remembers from step to step; ``gf.method_state`` saves it
 
 
-class Method(ABC):
+class Method:
     """A value (frozen dataclass) that says what a convolution or linear layer keeps and computes.
 
     Layers are seen as convolutions of (N, C, spatial...); a linear layer is a 1x1 convolution over what is
@@ -61,7 +60,7 @@ class Method(ABC):
         """Why such a module must stay exact, or None; settings that fit no such module are a PlanError."""
         return None
 
-    def prepare(self, name: str, module: nn.Module, memory: Memory) -> None:  # noqa: B027  most need none
+    def prepare(self, name: str, module: nn.Module, memory: Memory) -> None:
         """Put into ``memory`` what is chosen once, when the layer called ``name`` is given the method."""
 
     def added(self, name: str, module: nn.Module) -> dict[str, Tensor]:
@@ -91,9 +90,9 @@ class Method(ABC):
         """The layer's output; ``run`` is the plain layer."""
         return run(x, weight, bias)
 
-    @abstractmethod
     def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
-        """What the forward keeps of the input for the weight gradient."""
+        """What the forward keeps of the input for the weight gradient; asked only if the weight trains."""
+        return (x,)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
@@ -106,8 +105,8 @@ class Method(ABC):
     def weight_gradient(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry
     ) -> Tensor:
-        """The gradient of the weight, from the dense one of the output."""
-        raise NotImplementedError(f"{type(self).__name__} has neither gradients nor weight_gradient.")
+        """The gradient of the weight, from the dense one of the output; exact where the input was kept."""
+        return exact_weight_gradient(grad, kept[0], weight.shape, geometry)
 
     def forward_macs(self, geometry: ConvGeometry) -> int:
         """Multiply-adds of the layer's output."""
@@ -116,18 +115,3 @@ class Method(ABC):
     def backward_macs(self, geometry: ConvGeometry, want: Want) -> int:
         """Multiply-adds of ``gradients``, and of those of parameters added."""
         return geometry.macs * (want.x + want.weight)
-
-
-class FixedWeight(Method):
-    """A method that leaves the weight as it is, so that nothing of the input is kept for it.
-
-    A weight that somebody lets train all the same trains exactly.
-    """
-
-    def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
-        return (x,)
-
-    def weight_gradient(
-        self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry
-    ) -> Tensor:
-        return exact_weight_gradient(grad, kept[0], weight.shape, geometry)

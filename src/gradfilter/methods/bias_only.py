@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import FixedWeight
+from .base import Method
 
 __all__ = ["BiasOnly"]
 
 
 @dataclass(frozen=True)
-class BiasOnly(FixedWeight):
+class BiasOnly(Method):
     """Train a layer's bias alone and keep nothing of its input; gradients are exact.
 
     A layer without a bias, as before most batch norms, only passes gradients on.

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..coarse import densify
 from ..geometry import ConvGeometry
 from ..ops.exact_conv import Gradients, Want, exact_backward
-from .base import Memory, Method
+from .base import Method
 
 __all__ = ["Exact"]
 
@@ -23,10 +23,7 @@ class Exact(Method):
     Exact()
     """
 
-    def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
-        return (x,)
-
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
-    ) -> Gradients:
+    ) -> Gradients:  # as the base class does, but both in one call
         return exact_backward(densify(grad), kept[0] if kept else None, weight, geometry, want)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import FixedWeight
+from .base import Method
 
 __all__ = ["Frozen"]
 
 
 @dataclass(frozen=True)
-class Frozen(FixedWeight):
+class Frozen(Method):
     """Leave a layer as it is: behind the first layer that trains it only passes gradients on.
 
     >>> import gradfilter as gf

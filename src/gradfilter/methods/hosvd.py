@@ -8,14 +8,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..errors import PlanError
 from ..geometry import ConvGeometry
-from ..ops.exact_conv import Want, exact_weight_gradient
+from ..ops.exact_conv import Want
 from ..ops.storage import Store
 from ..ops.subspace import by_variance, can_decompose, leading
 from ..ops.tucker import compress, contraction_macs, is_smaller, tucker_weight_gradient
 from ..ops.unfolding import at_least_float32, mode_product
 from .base import Memory, Method
+from .settings import check_variance
 
 __all__ = ["HOSVD"]
 
@@ -41,8 +41,7 @@ class HOSVD(Method):
     store: Store = "same"
 
     def __post_init__(self) -> None:
-        if not 0 < self.variance <= 1:
-            raise PlanError(f"variance must be above 0 and at most 1, not {self.variance!r}; 0.8 is usual.")
+        check_variance(self.variance)
 
     def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
         if self.variance == 1 or not can_decompose(x):
@@ -64,7 +63,7 @@ class HOSVD(Method):
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry
     ) -> Tensor:
         if len(kept) == 1:
-            return exact_weight_gradient(grad, kept[0], weight.shape, geometry)
+            return super().weight_gradient(grad, kept, weight, geometry)
         core, *factors = kept
         return tucker_weight_gradient(grad, core, factors, weight, geometry)
 

@@ -17,7 +17,7 @@ from ..geometry import ConvGeometry
 from ..ops.exact_conv import Want
 from ..ops.pointwise import pointwise
 from ..ops.pooled import pooled
-from .base import FixedWeight
+from .base import Method
 
 __all__ = ["LiteResidual"]
 
@@ -26,7 +26,7 @@ _MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
 @dataclass(frozen=True)
-class LiteResidual(FixedWeight):
+class LiteResidual(Method):
     """Train the bias of a convolution, and a residual beside it that sees a pooled input.
 
     The residual pools its input, runs a grouped convolution, a group norm, a ReLU and a 1x1 convolution that

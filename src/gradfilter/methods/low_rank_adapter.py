@@ -15,13 +15,13 @@ from ..errors import PlanError
 from ..geometry import ConvGeometry
 from ..ops.exact_conv import Want
 from ..ops.pointwise import pointwise
-from .base import FixedWeight
+from .base import Method
 
 __all__ = ["LowRankAdapter"]
 
 
 @dataclass(frozen=True)
-class LowRankAdapter(FixedWeight):
+class LowRankAdapter(Method):
     """Train ``up(down(x)) * alpha / rank`` beside a layer that stays as it is.
 
     rank: channels between the two, of each group. ``down`` is a layer like the adapted one, ``up`` a 1x1

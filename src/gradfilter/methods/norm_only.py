@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import FixedWeight
+from .base import Method
 
 __all__ = ["NormOnly"]
 
 
 @dataclass(frozen=True)
-class NormOnly(FixedWeight):
+class NormOnly(Method):
     """Train scale and shift of the norm behind a layer; weight, bias and statistics stay.
 
     A layer without a norm behind it, as most heads, only passes gradients on: give it a method of its own.

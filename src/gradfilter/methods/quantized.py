@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
-from ..coarse import densify
 from ..errors import PlanError
-from ..geometry import ConvGeometry
 from ..ops.blocks import TILE, Blocks
-from ..ops.exact_conv import Gradients, Want, exact_backward
-from .base import Memory, Method
+from .base import Method
 
 __all__ = ["Quantized"]
 
@@ -47,11 +41,3 @@ class Quantized(Method):
     @property
     def store(self) -> Blocks:  # type: ignore[override]
         return Blocks(self.bits, self.block)
-
-    def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
-        return (x,)
-
-    def gradients(
-        self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
-    ) -> Gradients:
-        return exact_backward(densify(grad), kept[0] if kept else None, weight, geometry, want)

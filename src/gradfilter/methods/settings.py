@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import PlanError
 
-__all__ = ["ByLayer", "check_choice", "check_patch", "frozen", "of_layer", "values_of"]
+__all__ = ["ByLayer", "check_choice", "check_patch", "check_variance", "frozen", "of_layer", "values_of"]
 
 
 class ByLayer(dict[str, Any]):
@@ -49,6 +49,11 @@ def check_patch(name: str, patch: object) -> None:
     sides = patch if isinstance(patch, tuple) else (patch,)
     if not sides or not all(isinstance(side, int) and side >= 1 for side in sides):
         raise PlanError(f"{name} must be whole numbers of at least 1, not {patch!r}; 2 or 4 are usual.")
+
+
+def check_variance(variance: float) -> None:
+    if not 0 < variance <= 1:
+        raise PlanError(f"variance must be above 0 and at most 1, not {variance!r}; 0.8 is usual.")
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -83,7 +83,7 @@ class SparseUpdate(Method):
     ) -> Tensor:
         x, *chosen = kept
         if not chosen:
-            return exact_weight_gradient(grad, x, weight.shape, geometry)
+            return super().weight_gradient(grad, kept, weight, geometry)
         axis, at = (0, _of_every_group(chosen[0], geometry)) if geometry.transposed else (1, chosen[0].long())
         shape = (geometry.x_shape[0], x.shape[1], *geometry.x_shape[2:])
         part_shape = [len(at) if d == axis else size for d, size in enumerate(weight.shape)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..geometry import ConvGeometry
-from ..ops.exact_conv import Want, exact_weight_gradient
+from ..ops.exact_conv import Want
 from ..ops.storage import Store
 from ..ops.subspace import by_rank, can_decompose, iterated, leading, random_start
 from ..ops.tucker import compress, contraction_macs, is_smaller, tucker_weight_gradient
@@ -74,7 +74,7 @@ class SubspaceIteration(Method):
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry
     ) -> Tensor:
         if len(kept) == 1:
-            return exact_weight_gradient(grad, kept[0], weight.shape, geometry)
+            return super().weight_gradient(grad, kept, weight, geometry)
         core, *factors = kept
         return tucker_weight_gradient(grad, core, factors, weight, geometry)
 

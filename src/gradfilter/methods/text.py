@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 
 from ..errors import PlanError, nearest
 from . import METHODS, Method
@@ -29,13 +30,11 @@ def method_from(text: str) -> Method:
 
 
 def _read(text: str) -> tuple[str, list[object], dict[str, object]]:
-    try:
+    with suppress(SyntaxError, ValueError):  # what cannot be read is told below, as what is no call
         call = ast.parse(text.strip(), mode="eval").body
         if isinstance(call, ast.Name):
             return call.id, [], {}
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
             args = [ast.literal_eval(value) for value in call.args]
             return call.func.id, args, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
-        pass
     raise PlanError(f"{text!r} is not a method; write it as GradientFilter(patch=4) or HOSVD(variance=0.8).")

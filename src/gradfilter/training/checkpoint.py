@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import GradFilterError
+from ..files import sync
 from ..state import load_method_state_, method_state
 
 __all__ = ["Checkpoint", "load_training_", "read", "training_tensors", "write"]
@@ -40,21 +40,15 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".tmp")
-        # cloned: safetensors refuses tensors that share memory, as tied weights do
-        save_file(
-            {
-                name: tensor.detach().clone(memory_format=torch.contiguous_format)
-                for name, tensor in tensors.items()
-            },
-            partial,
-        )
-        checksum = _synced_checksum(partial)
+        save_file({name: _apart(tensor) for name, tensor in tensors.items()}, partial)
+        sync(partial)
+        checksum = _checksum(partial)
         partial.replace(file)
         index = folder / f"{_INDEX}.tmp"
         index.write_text(json.dumps({"file": file.name, "sha256": checksum, "facts": dict(facts)}))
-        _sync(index)
+        sync(index)
         index.replace(folder / _INDEX)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise GradFilterError(
@@ -125,16 +119,3 @@ def _apart(tensor: Tensor) -> Tensor:
 def _checksum(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _synced_checksum(file: Path) -> str:
-    _sync(file)
-    return _checksum(file)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, interpolate
 
 from ..errors import GradFilterError
 from ..models._torchvision import library
+from ..outputs import scores_of
 
 __all__ = ["Classification", "Segmentation", "class_scores"]
 
@@ -54,9 +55,8 @@ class Segmentation:
 
 
 def class_scores(output: Any, classes: int) -> Tensor:
-    """The class scores among what a model gives; torchvision's segmentation models give a dict."""
-    if isinstance(output, dict):
-        output = output.get("out", next(iter(output.values()), None))
+    """One score per class, from what a model gives."""
+    output = scores_of(output)
     if not isinstance(output, Tensor) or output.dim() < 2 or output.shape[1] != classes:
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise GradFilterError(
