@@ -130,8 +130,8 @@ def _curve(
         marked = (next(iter(series)), index)
         told += f" The ring marks the best, {value:.2f}\u00a0% in epoch {_epoch(report.epochs[index])}."
     drawn = svg.lines(title, x, series, x_label="epoch", y_label=y_label, marked=marked)
-    key = legend([(f"fill-{i % 4}", name) for i, name in enumerate(series)]) if len(series) > 1 else None
-    return tag("figure", tag("h3", title), key, drawn, tag("figcaption", told))
+    colours = legend([(f"fill-{i % 4}", name) for i, name in enumerate(series)]) if len(series) > 1 else None
+    return tag("figure", tag("h3", title), colours, drawn, tag("figcaption", told))
 
 
 def _costs(report: Report) -> Markup | None:
