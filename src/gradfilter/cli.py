@@ -213,7 +213,10 @@ def _add_bench(commands: Any) -> None:
         if name == "step":
             _add_step(kind)
         kind.add_argument("--batch", type=_count, default=8, help="pictures in a batch (default: 8)")
-        kind.add_argument("--rounds", type=_count, default=9, help="measurements per method (default: 9)")
+        rounds = 15 if name == "step" else 9
+        kind.add_argument(
+            "--rounds", type=_count, default=rounds, help="measurements per method (default: %(default)s)"
+        )
         kind.add_argument("--threads", type=_count, default=2, help="threads that torch may use (default: 2)")
         if name != "regions":
             kind.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")

@@ -311,13 +311,13 @@ def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor) -> Tensor:
 def _trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
     """As one autograd node, with the layer's method."""
     conv: Any = fused.conv
-    if not any(t is not None and t.requires_grad for t in (x, conv.weight, conv.bias)):
-        return fused.frozen(x)
-    if x.dim() != 4:  # without a batch
-        y = conv(x) if fused.norm is None else fused.norm(conv(x))
-        return fused.activation.run_(y)
     with torch._C.DisableTorchFunction():  # the region has no part in what happens inside
-        return _run_trained(fused, followers, x)
+        if not any(t is not None and t.requires_grad for t in (x, conv.weight, conv.bias)):
+            return fused.frozen(x)
+        if x.dim() == 4:
+            return _run_trained(fused, followers, x)
+    y = conv(x) if fused.norm is None else fused.norm(conv(x))  # without a batch
+    return fused.activation.run_(y)
 
 
 def _run_trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Settings:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: str = "cpu"
     threads: int = 2
-    rounds: int = 9
+    rounds: int = 15
 
     @property
     def chosen_method(self) -> Method:

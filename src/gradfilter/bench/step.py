@@ -32,7 +32,7 @@ ARMS = (
     "exact+cache",
     "filter+prefix+cache",
 )
-BASELINES = ("inference", "exact")
+BASELINES = ("inference", "exact", "exact+prefix")
 PARTS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 

@@ -122,7 +122,13 @@ class GradientFilter(Method):
         return sum(way.macs(geometry) * asked for way, asked in zip(self._ways(geometry), want, strict=True))
 
     def _ways(self, geometry: ConvGeometry) -> tuple[_Way, _Way]:
-        """How the gradients of input and weight are formed."""
+        """How the gradients of input and weight are formed; asked for several times in a step."""
+        known: tuple[_Way, _Way] | None = geometry.memo.get(self)
+        if known is None:
+            known = geometry.memo[self] = self._ways_of(geometry)
+        return known
+
+    def _ways_of(self, geometry: ConvGeometry) -> tuple[_Way, _Way]:
         if any(isinstance(getattr(self, name), ByLayer) for name in BY_LAYER):
             raise PlanError("GradientFilter's settings are given by layer; ask for_layer(name) first.")
         sides, weight_sides = (
