@@ -45,7 +45,7 @@ def plain(colour: str, size: tuple[int, int] = (40, 24)) -> Any:
 
 
 def labels(pictures: list[tuple[str, Any]], model: nn.Module | None = None, **more: Any) -> list[Label]:
-    found = list(predict(model or Colours(), pictures, tensor, NAMES, "classification", **more))
+    found = list(predict(model or Colours(), pictures, tensor, NAMES, "classify", **more))
     assert all(isinstance(label, Label) for label in found)
     return found  # type: ignore[return-value]
 
@@ -68,7 +68,7 @@ def test_pictures_of_other_sizes_run_apart() -> None:
     model = Colours()
     sizes = iter([16, 16, 8, 16])
     pictures = [(str(i), plain("red")) for i in range(4)]
-    list(predict(model, pictures, lambda p: tensor(p, next(sizes)), NAMES, "classification"))
+    list(predict(model, pictures, lambda p: tensor(p, next(sizes)), NAMES, "classify"))
     assert model.batches == [2, 1, 1]
 
 
@@ -76,7 +76,7 @@ def test_the_model_keeps_its_modes() -> None:
     model = gf.apply_(gf.models.build("tiny", classes=3), gf.GradientFilter(2), "last:2").train()
     modes = [module.training for module in model.modules()]
     record = [m.__dict__["gradfilter_record"]["training"] for m in model.modules()]
-    list(predict(model, [("a", plain("red"))], lambda p: tensor(p, 32), NAMES, "classification"))
+    list(predict(model, [("a", plain("red"))], lambda p: tensor(p, 32), NAMES, "classify"))
     assert [module.training for module in model.modules()] == modes
     assert [m.__dict__["gradfilter_record"]["training"] for m in model.modules()] == record
     assert Colours().train().training  # dropout would have changed the labels above
@@ -95,7 +95,7 @@ def test_masks_have_the_size_of_their_picture(
     size: tuple[int, int], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prediction, "_AT_ONCE", at_once)  # one class at a time gives the same
-    (found,) = predict(Colours(pixels=True), [("a", halves(size))], tensor, NAMES, "segmentation")
+    (found,) = predict(Colours(pixels=True), [("a", halves(size))], tensor, NAMES, "segment")
     assert isinstance(found, Mask)
     assert found.classes.shape == (size[1], size[0])
     assert (found.classes[:, : size[0] // 3] == 0).all()
@@ -192,8 +192,8 @@ def test_errors_are_sentences() -> None:
     with pytest.raises(GradFilterError, match="not 'detection'"):
         list(predict(Colours(), [], tensor, NAMES, task))
     with pytest.raises(GradFilterError, match="there are 4 classes"):
-        list(predict(Colours(), [("a", plain("red"))], tensor, [*NAMES, "black"], "classification"))
+        list(predict(Colours(), [("a", plain("red"))], tensor, [*NAMES, "black"], "classify"))
     with pytest.raises(GradFilterError, match="use task='classification'"):
-        list(predict(Colours(), [("a", plain("red"))], tensor, NAMES, "segmentation"))
+        list(predict(Colours(), [("a", plain("red"))], tensor, NAMES, "segment"))
     with pytest.raises(GradFilterError, match="use task='segmentation'"):
-        list(predict(Colours(pixels=True), [("a", plain("red"))], tensor, NAMES, "classification"))
+        list(predict(Colours(pixels=True), [("a", plain("red"))], tensor, NAMES, "classify"))

@@ -12,7 +12,7 @@ from .errors import GradFilterError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["colour", "mask_image", "overlay_png"]
+__all__ = ["colour", "mask_image", "overlay_png", "picture_png"]
 
 
 def colour(number: int) -> tuple[int, int, int]:
@@ -46,8 +46,13 @@ def overlay_png(picture: Image, mask: Tensor, strength: float = 0.5, longest: in
 
     flat = mask_image(mask)
     under = picture.convert("RGB").resize(flat.size)
-    mixed = Image.blend(under, flat.convert("RGB"), strength)
-    mixed.thumbnail((longest, longest))
+    return picture_png(Image.blend(under, flat.convert("RGB"), strength), longest)
+
+
+def picture_png(picture: Image, longest: int = 400) -> bytes:
+    """A picture as a PNG whose longer side is at most ``longest``."""
+    small = picture.copy()
+    small.thumbnail((longest, longest))
     made = io.BytesIO()
-    mixed.save(made, "PNG")
+    small.save(made, "PNG")
     return made.getvalue()

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from .data.samples import Task
 from .errors import GradFilterError
 from .files import replacing
 from .masks import mask_image
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Label", "Mask", "predict", "read_pictures", "write_labels", "write_masks"]
 
-Task = Literal["classification", "segmentation"]
 _AT_ONCE = 2**24  # numbers that a mask's scores may take at a time: phone pictures are large
 
 
@@ -58,27 +58,29 @@ def predict(
     """Labels, or for segmentation masks, of named pictures, in their order; the model stays as it is.
 
     The transform makes of a picture what the model reads, (C, H, W). For masks it must show all of the
-    picture: resize it, but not crop it. Pictures that it makes equally large run together, at most ``batch``.
+    picture, in the upper left corner of a square, as ``test_transform`` does. Pictures that it makes equally
+    large run together, at most ``batch``.
 
     >>> from PIL import Image
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2, bias=False)).requires_grad_(False)
     >>> _ = model[1].weight.copy_(torch.tensor([[1.0], [-1.0]]).expand(2, 12))
     >>> grey = lambda picture: torch.full((3, 2, 2), picture.getpixel((0, 0))[0] / 255 - 0.5)
     >>> pictures = [("day", Image.new("RGB", (4, 4), "white")), ("night", Image.new("RGB", (4, 4)))]
-    >>> [found.label for found in predict(model, pictures, grey, ["bright", "dark"], "classification")]
+    >>> [found.label for found in predict(model, pictures, grey, ["bright", "dark"], "classify")]
     ['bright', 'dark']
     """
-    if task not in ("classification", "segmentation"):
-        raise GradFilterError(f"task must be 'classification' or 'segmentation', not {task!r}.")
+    if task not in ("classify", "segment"):
+        raise GradFilterError(f"task must be 'classify' or 'segment', not {task!r}.")
     for names, sizes, inputs in _batches(images, transform, batch):
         with _evaluating(model), torch.inference_mode():
             scores = class_scores(model(inputs), len(classes)).float()
-        if (scores.dim() == 4) != (task == "segmentation"):
-            what, other = ("masks", "segmentation") if scores.dim() == 4 else ("labels", "classification")
+        if (scores.dim() == 4) != (task == "segment"):
+            what, other = ("masks", "segment") if scores.dim() == 4 else ("labels", "classify")
             raise GradFilterError(f"The model gives {what}; use task={other!r}.")
         for name, size, own in zip(names, sizes, scores, strict=True):
-            if task == "segmentation":
-                yield Mask(name, _largest(own, size))
+            if task == "segment":
+                side = max(size)
+                yield Mask(name, _largest(own, (side, side))[: size[0], : size[1]])
             else:
                 probability, number = own.softmax(0).max(0)
                 yield Label(name, classes[int(number)], float(probability))

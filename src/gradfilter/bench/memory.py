@@ -19,7 +19,7 @@ from pathlib import Path
 from .arm import Settings
 from .worker import Worker
 
-__all__ = ["peak_above", "peak_of_step"]
+__all__ = ["peak_above", "peak_of_process", "peak_of_step"]
 
 STEPS = 3  # the first makes gradients and optimizer state
 # glibc keeps freed memory for later; how much depends on what ran before, and peaks of equal runs differ by
@@ -43,17 +43,18 @@ def peak_above(step: Callable[[], object], held: Callable[[], int]) -> int:
     before = _resident()
     for _ in range(STEPS):
         step()
-    return max(0, _peak() - before - held())
+    return max(0, peak_of_process() - before - held())
 
 
 def _resident() -> int:
     try:
         return _status("VmRSS")
     except OSError:  # not Linux
-        return _peak()
+        return peak_of_process()
 
 
-def _peak() -> int:
+def peak_of_process() -> int:
+    """The largest resident size of this process so far."""
     try:
         return _status("VmHWM")
     except OSError:

@@ -65,10 +65,11 @@ class Transform:
         if self.task == "segment":
             target = _tv_tensors().Mask(_v2().functional.pil_to_tensor(target)[0])
         picture, target = self._geometry(picture, target)
-        functional = _v2().functional
-        image = functional.to_dtype(functional.pil_to_tensor(picture), torch.float32, scale=True)
-        image = functional.normalize(image, MEAN, STD, inplace=True)
-        return image, target.as_subclass(Tensor).long() if self.task == "segment" else target
+        return _normalised(picture), target.as_subclass(Tensor).long() if self.task == "segment" else target
+
+    def of_picture(self, picture: Image.Image) -> Tensor:
+        """A picture without its label or mask."""
+        return _normalised(self._geometry(picture, None)[0])
 
     def _geometry(self, picture: Image.Image, target: Any) -> tuple[Image.Image, Any]:
         if self.augment:
@@ -108,6 +109,13 @@ class Transformed(Dataset[tuple[Tensor, Any]]):
         return self.transform(*self.samples[index])
 
 
+def _normalised(picture: Image.Image) -> Tensor:
+    functional = _v2().functional
+    image = functional.to_dtype(functional.pil_to_tensor(picture), torch.float32, scale=True)
+    normalised: Tensor = functional.normalize(image, MEAN, STD, inplace=True)
+    return normalised
+
+
 def _middle(picture: Image.Image, size: int) -> Image.Image:
     """The middle, but all that a small picture has."""
     functional = _v2().functional
@@ -117,15 +125,15 @@ def _middle(picture: Image.Image, size: int) -> Image.Image:
 
 
 def _whole(picture: Image.Image, mask: Any, size: int, ignore: int) -> tuple[Image.Image, Any]:
-    """All of a picture and its mask, as large as a square holds them."""
+    """All of a picture and its mask, if any, as large as a square holds them, in its upper left corner."""
     functional = _v2().functional
     width, height = picture.size
     scale = size / max(width, height)
     shape = [max(1, round(height * scale)), max(1, round(width * scale))]
     border = [0, 0, size - shape[1], size - shape[0]]
-    return (
-        functional.pad(functional.resize(picture, shape), border, fill=_GREY),
-        functional.pad(functional.resize(mask, shape), border, fill=ignore),
+    fitted = functional.pad(functional.resize(picture, shape), border, fill=_GREY)
+    return fitted, None if mask is None else functional.pad(
+        functional.resize(mask, shape), border, fill=ignore
     )
 
 

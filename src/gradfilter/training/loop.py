@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ..cache import FeatureCache
 from ..errors import GradFilterError
 from ..progress import Tell, silent
 from . import checkpoint
+from .interrupts import StopAsked, ignore_interrupts
 from .order import batches, random_seed
 from .processes import add_up_, is_first, my_share
 from .schedule import rate_at
@@ -39,11 +42,19 @@ class Task(Protocol):
 
 @dataclass
 class History:
-    """One entry per epoch: its number, the mean training loss, the seconds so far, and the scores."""
+    """One entry per epoch: its number, the mean training loss, the seconds so far, and the scores.
+
+    waited: the seconds so far in which the training waited for samples.
+    """
 
     epochs: list[dict[str, float]] = field(default_factory=list)
     best: int = -1
     why_ended: str = ""
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last epoch is the best one so far."""
+        return self.best == len(self.epochs) - 1
 
     @property
     def best_scores(self) -> dict[str, float]:
@@ -62,6 +73,9 @@ class _Seeded(Dataset[tuple[Any, Any]]):
             return self.samples[index]
 
 
+_COUNTS = ("step", "losses", "seconds", "waited", "busy")
+
+
 class Training:
     """One training of one model, which can be stopped after any step and gone on with."""
 
@@ -77,8 +91,9 @@ class Training:
         folder: Path | None = None,
         workers: int = 0,
         tell: Tell = silent,
+        on_epoch: Callable[[History], None] | None = None,
     ) -> None:
-        self.model, self.task, self.loop = model, task, loop
+        self.model, self.task, self.loop, self.on_epoch = model, task, loop, on_epoch
         self.train, self.test, self.forward = train, test, forward or model
         self.folder, self.workers, self.tell = folder, workers, tell
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -89,33 +104,47 @@ class Training:
         if count == 0:
             raise GradFilterError("The training set is empty.")
         self.per_epoch = math.ceil(len(self._batches(0)) / loop.accumulate)
-        self.steps = self.per_epoch * loop.epochs
-        self.step, self.losses, self.seconds = 0, [0.0, 0.0], 0.0
+        self.steps = loop.steps or self.per_epoch * loop.epochs
+        self.warmup = loop.warmup_steps or round(loop.warmup * self.per_epoch)
+        self.body = _body(model, loop.head) if loop.head_steps else []
+        self.step, self.losses = 0, [0.0, 0.0]
+        self.seconds = self.waited = self.busy = 0.0  # in all; waiting for samples; in steps
         self.history = History()
 
     def run(self, checkpoint_every: float = 60.0) -> History:
-        """Train to the end, or until time or patience are over; writes a checkpoint now and then."""
+        """Train to the end, or until time or patience are over; writes a checkpoint now and then.
+
+        Ctrl-C ends the step, writes a checkpoint and raises ``KeyboardInterrupt``.
+        """
         written = started = time.monotonic()
         before = self.seconds
-        while self.step < self.steps and not self.history.why_ended:
-            for batch in self._rest_of_epoch():
-                self._take_step(batch)
-                self.seconds = before + time.monotonic() - started
-                if self._is_over_time():
-                    self.history.why_ended = f"the time of {self.loop.minutes:g} minutes was over"
-                    break
-                if time.monotonic() - written >= checkpoint_every and self.step % self.per_epoch:
-                    self.save()
-                    written = time.monotonic()
-            self._end_epoch()
-            self.save()
-            written = time.monotonic()
+        with StopAsked() as stop_asked:
+            while self.step < self.steps and not self.history.why_ended:
+                for batch in self._timed(self._rest_of_epoch()):
+                    begun = time.monotonic()
+                    self._take_step(batch)
+                    self.busy += time.monotonic() - begun
+                    self.seconds = before + time.monotonic() - started
+                    if self._is_over_time():
+                        self.history.why_ended = f"the time of {self.loop.minutes:g} minutes was over"
+                        break
+                    if self.step == self.steps or self.step % self.per_epoch == 0:
+                        break
+                    if stop_asked or time.monotonic() - written >= checkpoint_every:
+                        self.save()
+                        written = time.monotonic()
+                        stop_asked.stop()
+                self._end_epoch()
+                self.save()
+                written = time.monotonic()
+                if self.step < self.steps:
+                    stop_asked.stop()
         return self.history
 
     def save(self) -> None:
         """Write a checkpoint, if there is a folder for it."""
         if self.folder is not None and is_first():
-            facts = {"step": self.step, "losses": self.losses, "seconds": self.seconds, **vars(self.history)}
+            facts = {name: getattr(self, name) for name in _COUNTS} | vars(self.history)
             checkpoint.write(self.folder, checkpoint.training_tensors(self.model, self.optimizer), facts)
 
     def resume(self) -> bool:
@@ -125,7 +154,8 @@ class Training:
             return False
         checkpoint.load_training_(self.model, self.optimizer, found.tensors)
         facts = dict(found.facts)
-        self.step, self.losses, self.seconds = (facts.pop(name) for name in ("step", "losses", "seconds"))
+        for name in _COUNTS:
+            setattr(self, name, facts.pop(name))
         self.history = History(**facts)
         return True
 
@@ -137,15 +167,33 @@ class Training:
         """Groups of ``accumulate`` batches from the present step on: input, target, how many samples."""
         epoch, done = divmod(self.step, self.per_epoch)
         parts = self._batches(epoch)[done * self.loop.accumulate :]
-        seeded = _Seeded(self.train, self.loop.seed, epoch)
         shares = [my_share(part).tolist() for part in parts]
-        loader = DataLoader(seeded, batch_sampler=shares, num_workers=self.workers)
+        loader = self._loader(self._samples(epoch), batch_sampler=shares)
         group: list[tuple[Any, Tensor, int]] = []
         for number, ((inputs, targets), part) in enumerate(zip(loader, parts, strict=True), 1):
             group.append((inputs, targets, len(part)))
             if len(group) == self.loop.accumulate or number == len(parts):
                 yield group
                 group = []
+
+    def _samples(self, epoch: int) -> Any:
+        if isinstance(self.train, FeatureCache):
+            self.train.set_epoch(epoch)
+            return self.train
+        return _Seeded(self.train, self.loop.seed, epoch)
+
+    def _loader(self, samples: Any, **how: Any) -> DataLoader[Any]:
+        return DataLoader(samples, num_workers=self.workers, worker_init_fn=ignore_interrupts, **how)
+
+    def _timed(self, groups: Iterator[Any]) -> Iterator[Any]:
+        """The same, while noting how long they let us wait."""
+        while True:
+            start = time.monotonic()
+            group = next(groups, None)
+            self.waited += time.monotonic() - start
+            if group is None:
+                return
+            yield group
 
     def _take_step(self, group: list[tuple[Any, Tensor, int]]) -> None:
         loop, total = self.loop, sum(count for _, _, count in group)
@@ -154,15 +202,17 @@ class Training:
         summed = 0.0
         for inputs, targets, _ in group:
             with self._precision():
-                loss = self.task.loss(self.forward(inputs), targets)
+                loss = self.task.loss(self.forward(_channels_last(inputs)), targets)
             share = len(targets) / total
             (loss * share).backward()
             summed += float(loss.detach()) * len(targets)
+        if self.step < loop.head_steps:
+            for parameter in self.body:
+                parameter.grad = None
         add_up_([p.grad for p in self.parameters if p.grad is not None])
         if loop.clip:
             nn.utils.clip_grad_norm_(self.parameters, loop.clip)
-        warmup = round(loop.warmup * self.per_epoch)
-        rate = rate_at(self.step, self.steps, warmup, loop.lr, loop.schedule)
+        rate = rate_at(self.step, self.steps, self.warmup, loop.lr, loop.schedule, loop.lr_end)
         for settings in self.optimizer.param_groups:
             settings["lr"] = rate
         self.optimizer.step()
@@ -179,7 +229,8 @@ class Training:
         history = self.history
         loss = self.losses[0] / max(1.0, self.losses[1])
         epoch = (self.step - 1) // self.per_epoch + 1
-        history.epochs.append({"epoch": epoch, "loss": loss, "seconds": self.seconds, **scores})
+        times = {"seconds": self.seconds, "waited": self.waited}
+        history.epochs.append({"epoch": epoch, "loss": loss, **times, **scores})
         self.losses = [0.0, 0.0]
         judge = next(iter(scores), "loss")
         values = [entry[judge] if scores else -entry[judge] for entry in history.epochs]
@@ -187,16 +238,34 @@ class Training:
         waited = len(values) - 1 - history.best
         if self.loop.patience and waited >= self.loop.patience and not history.why_ended:
             history.why_ended = f"{judge} had not grown for {waited} epochs"
+        if self.on_epoch is not None and is_first():
+            self.on_epoch(history)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """The scores on the test set."""
         self.model.eval()
-        loader = DataLoader(cast(Any, self.test), batch_size=self.loop.batch, num_workers=self.workers)
-        return self.task.score((self.forward(inputs), targets) for inputs, targets in loader)
+        loader = self._loader(self.test, batch_size=self.loop.batch)
+        found = ((self.forward(_channels_last(inputs)), targets) for inputs, targets in loader)
+        return self.task.score(found)
 
     def _is_over_time(self) -> bool:
         return bool(self.loop.minutes) and self.seconds >= 60 * self.loop.minutes
+
+
+def _channels_last(inputs: Any) -> Any:
+    is_pictures = isinstance(inputs, Tensor) and inputs.dim() == 4
+    return inputs.to(memory_format=torch.channels_last) if is_pictures else inputs
+
+
+def _body(model: nn.Module, head: str) -> list[nn.Parameter]:
+    """The parameters that train, but for the head's."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    last = list(trained)[-1].rpartition(".")[0] + ".*"
+    body = [p for name, p in trained.items() if not fnmatchcase(name, head or last)]
+    if len(body) == len(trained):
+        raise GradFilterError(f"head={head!r} names no parameter that trains, such as {list(trained)[-1]}.")
+    return body
 
 
 def _optimizer(parameters: list[nn.Parameter], loop: Loop) -> torch.optim.Optimizer:

@@ -14,10 +14,11 @@ from ..errors import GradFilterError
 from ..exports import write_safetensors
 from ..files import write
 from .report import Report, plain, write_report
+from .settings import Config
 
 __all__ = ["RunFolder"]
 
-_CONFIG, _METRICS = "config.json", "metrics.jsonl"
+_CONFIG, _METRICS, _BEST = "config.json", "metrics.jsonl", "best.json"
 
 
 class RunFolder:
@@ -65,6 +66,17 @@ class RunFolder:
         return cls(folder, config)
 
     @property
+    def found(self) -> dict[str, Any]:
+        """What the run found out about its data."""
+        facts: dict[str, Any] = self.config["found"]
+        return facts
+
+    def settings(self) -> Config:
+        """The settings of the run, all of them spelled out."""
+        values = {name: value for name, value in self.config.items() if name != "found"}
+        return Config.of(values, f"{self.path / _CONFIG}")
+
+    @property
     def checkpoint(self) -> Path:
         """Where the loop puts what it needs to go on."""
         return self.path / "checkpoint"
@@ -107,6 +119,18 @@ class RunFolder:
         """Write the weights, for the plain model, as the last ones, and as the best if they are."""
         for file in (self.last, self.best) if best else (self.last,):
             write_safetensors(model, file)
+
+    def note_best(self, epoch: Mapping[str, Any], confusion: Sequence[Sequence[int]] | None) -> None:
+        """Write down the scores of the best epoch, and the confusion matrix if there is one."""
+        write(self.path / _BEST, json.dumps(plain({**epoch, "confusion": confusion})) + "\n")
+
+    def best_noted(self) -> dict[str, Any]:
+        """What ``note_best`` wrote; nothing if it did not."""
+        try:
+            noted: dict[str, Any] = json.loads((self.path / _BEST).read_text())
+        except (OSError, ValueError):
+            return {}
+        return noted
 
     def write_report(self, report: Report) -> None:
         write_report(self.path, report)

@@ -7,8 +7,10 @@ import math
 __all__ = ["rate_at"]
 
 
-def rate_at(step: int, steps: int, warmup: int, peak: float, shape: str = "cosine") -> float:
-    """A line up from a small part of ``peak`` over the warm-up steps, then a cosine to 0, or ``peak`` on.
+def rate_at(
+    step: int, steps: int, warmup: int, peak: float, shape: str = "cosine", end: float = 0.0
+) -> float:
+    """A line up from a small part of ``peak`` over the warm-up steps, then a cosine to ``end``, or ``peak`` on.
 
     >>> [round(rate_at(step, steps=8, warmup=2, peak=1.0), 3) for step in (0, 1, 2, 5, 7)]
     [0.5, 1.0, 1.0, 0.5, 0.067]
@@ -18,4 +20,4 @@ def rate_at(step: int, steps: int, warmup: int, peak: float, shape: str = "cosin
     if shape == "constant":
         return peak
     done = (step - warmup) / max(1, steps - warmup)
-    return peak * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+    return end + (peak - end) * (1 + math.cos(math.pi * min(done, 1.0))) / 2

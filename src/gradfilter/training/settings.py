@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-from ..errors import GradFilterError
+from ..errors import GradFilterError, nearest
 
-__all__ = ["Loop"]
+__all__ = ["Config", "Loop", "help_of"]
 
 
 @dataclass(frozen=True)
@@ -15,36 +16,153 @@ class Loop:
     """The loop: how long, how fast, and with which safeguards.
 
     Args:
-        epochs: how often the training set is seen.
-        batch: samples per step; with ``accumulate`` N, N such batches make one step of the optimizer.
-        lr: the highest learning rate; reached after ``warmup`` epochs, then a cosine leads to 0.
-        clip: the longest gradient, or 0 for no limit.
-        minutes: stop after this time, with the schedule as it stands; 0 for no limit.
-        patience: stop when the test score has not grown for so many epochs; 0 for never.
+        epochs: how often the training set is seen
+        steps: if not 0, so many steps of the optimizer instead, in as many epochs as they take
+        batch: samples at a time
+        accumulate: so many batches make one step of the optimizer
+        optimizer: sgd or adamw
+        lr: the highest learning rate
+        lr_end: the rate that the cosine leads to
+        momentum: of SGD
+        weight_decay: pulls the trained weights to 0
+        warmup: epochs in which the rate rises to lr
+        warmup_steps: if not 0, so many steps instead
+        schedule: a cosine from lr to lr_end, or constant
+        clip: the longest gradient; 0 for no limit
+        label_smoothing: the part of a label that all classes share
+        precision: bf16 for mixed precision
+        head_steps: so many steps at first train the head alone (see head)
+        head: names of the parameters that belong to the head, such as "decoder.*"; if "", the last layer's
+        minutes: stop after this time; 0 for no limit
+        patience: stop when the test score has not grown for so many epochs; 0 for never
+        seed: of the order, of augmentation and of new weights
     """
 
     epochs: int = 10
+    steps: int = 0
     batch: int = 32
     accumulate: int = 1
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    lr: float = 0.05
-    momentum: float = 0.0
+    lr: float = 0.02
+    lr_end: float = 0.0
+    momentum: float = 0.9
     weight_decay: float = 1e-4
     warmup: float = 0.0
+    warmup_steps: int = 0
     schedule: Literal["cosine", "constant"] = "cosine"
     clip: float = 2.0
     label_smoothing: float = 0.0
     precision: Literal["float32", "bf16"] = "float32"
+    head_steps: int = 0
+    head: str = ""
     minutes: float = 0.0
     patience: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch", "accumulate"):
-            if getattr(self, name) < 1:
-                raise GradFilterError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        for name in ("lr", "momentum", "weight_decay", "warmup", "clip", "minutes", "patience"):
-            if not getattr(self, name) >= 0:
-                raise GradFilterError(f"{name} must not be negative, but is {getattr(self, name)}.")
+        self._check(1, "epochs", "batch", "accumulate")
+        self._check(0, "steps", "lr", "lr_end", "momentum", "weight_decay", "warmup", "warmup_steps", "clip")
+        self._check(0, "head_steps", "minutes", "patience")
         if not 0 <= self.label_smoothing < 1:
             raise GradFilterError(f"label_smoothing must be from 0 to below 1, not {self.label_smoothing}.")
+
+    def _check(self, least: int, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) >= least:
+                raise GradFilterError(f"{name} must be at least {least}, not {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class Config(Loop):
+    """Everything that ``gradfilter train`` can be told; a recipe is a file of these.
+
+    Args:
+        data: digits, a folder, a file, the name of a data set, or KIND:PATH (docs/data.md)
+        task: classify or segment, for data that serves both
+        download: fetch the data if it is not there
+        holdout: the part of each class that is held out for the test, where the data has no test part
+        shots: so many samples of each class only; 0 for all
+        partition: train on one client's part of the data: "shards" or "dirichlet"
+        clients: so many clients share the data
+        client: which one trains here, from 0
+        alpha: of the Dirichlet distribution; a small one makes clients differ
+        client_shards: how many shards a client has
+        model: a name (`gradfilter models`); if "", MobileNetV2, with a DeepLabV3+ head to segment
+        weights: a file, the folder of an earlier run, "auto" for those on this machine, or "none"
+        size: side of the pictures; 0 for 224, or 96 where they are small
+        layers: which train: "last:4", "all", "layer4.*" ...
+        patch: of gradient filtering
+        taps: of gradient filtering: overlap or collapse
+        method: another one, as in docs/methods.md: "HOSVD(variance=0.8)" ...
+        methods: methods of single layers by name or glob, before the others: {"features.18.*": "Exact()"}
+        norm: batch norms: fixed, affine or batch
+        augment: crop, mirror and tint training pictures at random
+        cache: keep features of the frozen layers: on, off, or auto: where the result stays the same
+        views: with augment and a cache: so many random versions of each picture
+        accelerate: fold norms and fuse activations of the frozen layers
+        workers: processes that read pictures; -1 for as many as there are processors, 2 at most
+        tensorboard: also write events for TensorBoard
+        out: the folder of the run; if "", runs/NUMBER
+    """
+
+    data: str = "digits"
+    task: Literal["auto", "classify", "segment"] = "auto"
+    download: bool = False
+    holdout: float = 0.2
+    shots: int = 0
+    partition: Literal["none", "shards", "dirichlet"] = "none"
+    clients: int = 10
+    client: int = 0
+    alpha: float = 0.5
+    client_shards: int = 2
+    model: str = ""
+    weights: str = "auto"
+    size: int = 0
+    layers: str = "last:4"
+    patch: int = 2
+    taps: Literal["overlap", "collapse"] = "overlap"
+    method: str = ""
+    methods: dict[str, str] = field(default_factory=dict)
+    norm: Literal["fixed", "affine", "batch"] = "fixed"
+    augment: bool = True
+    cache: Literal["auto", "on", "off"] = "auto"
+    views: int = 4
+    accelerate: bool = True
+    workers: int = -1
+    tensorboard: bool = False
+    out: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check(1, "clients", "client_shards", "patch", "views")
+        self._check(0, "shots", "size", "client")
+        if self.client >= self.clients:
+            raise GradFilterError(
+                f"client must be below clients, {self.clients}, but is {self.client}: they count from 0."
+            )
+
+    @classmethod
+    def of(cls, values: dict[str, Any], where: str) -> Config:
+        """From a dictionary; ``where`` it comes from is told if it has a field that is none."""
+        known = [each.name for each in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise GradFilterError(f"{where} has a field {name}, which is none.{nearest(name, known)}")
+        return cls(**values)
+
+    def loop(self) -> Loop:
+        """The part that ``gf.fit`` takes."""
+        return Loop(**{each.name: getattr(self, each.name) for each in fields(Loop)})
+
+
+def help_of(*kinds: type) -> dict[str, str]:
+    """The line of each field in the docstrings, for --help.
+
+    >>> help_of(Loop)["seed"]
+    'of the order, of augmentation and of new weights'
+    """
+    return {
+        name: text
+        for kind in kinds
+        for name, text in re.findall(r"^ {8}(\w+): (.+)$", kind.__doc__ or "", re.MULTILINE)
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -16,21 +16,27 @@ from ..outputs import scores_of
 __all__ = ["Classification", "Segmentation", "class_scores"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Classification:
-    """One class per picture. Scores: accuracy in percent."""
+    """One class per picture. Scores: accuracy in percent.
+
+    confusion: counts of the last scoring; rows are true classes, columns found ones.
+    """
 
     classes: int
     label_smoothing: float = 0.0
+    confusion: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(class_scores(output, self.classes), target, label_smoothing=self.label_smoothing)
 
     def score(self, outputs: Iterator[tuple[Any, Tensor]]) -> dict[str, float]:
-        metric = _metric("MulticlassAccuracy", num_classes=self.classes, average="micro")
+        metric = _metric("MulticlassConfusionMatrix", num_classes=self.classes)
         for output, target in outputs:
             metric.update(class_scores(output, self.classes), target)
-        return {"accuracy": 100 * float(metric.compute())}
+        counts = metric.compute()
+        self.confusion = counts.tolist()
+        return {"accuracy": 100 * float(counts.trace() / counts.sum())}
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Segmentation:
 
     classes: int
     ignore: int = 255
+    confusion: None = field(default=None, init=False, repr=False, compare=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(_as_large(output, target, self.classes), target, ignore_index=self.ignore)

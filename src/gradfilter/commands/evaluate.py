@@ -1,0 +1,66 @@
+"""gradfilter eval: the scores of a trained run on the test part of its data, or of other data."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..errors import GradFilterError
+from .options import check_writable
+
+__all__ = ["add"]
+
+EXAMPLES = """\
+examples:
+  gradfilter eval runs/1
+  gradfilter eval runs/1 --weights last --json scores.json
+  gradfilter eval runs/1 --data other_pictures/
+"""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="test a trained run",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="RUN", help="the folder of the run")
+    parser.add_argument("--data", help="other data than the run's own")
+    parser.add_argument("--weights", choices=["best", "last"], default="best", help="default: best")
+    parser.add_argument("--json", metavar="FILE", help="also write the scores to a file")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    import json
+    from dataclasses import replace
+
+    from ..files import write
+    from ..progress import Progress
+    from ..training.saved import open_run
+    from ..training.scoring import scores_of_run
+    from ..training.sets import open_sets
+
+    check_writable(arguments.json)
+    saved = open_run(arguments.folder, arguments.weights)
+    config = saved.config
+    if arguments.data:
+        config = replace(config, data=arguments.data, partition="none", shots=0)
+    with Progress() as tell:
+        data, _ = open_sets(config, tell)
+        if data.classes != saved.classes:
+            raise GradFilterError(
+                f"{config.data} has the classes {_some(data.classes)}, but {arguments.folder} was trained on "
+                f"{_some(saved.classes)}; give data with the same classes."
+            )
+        scores = scores_of_run(saved, data.test, tell)
+    for name, value in scores.items():
+        print(f"{name.replace('_', ' ')}: {value:.2f} % of {len(data.test)} test pictures")
+    if arguments.json:
+        write(arguments.json, json.dumps({"weights": arguments.weights, "data": config.data, **scores}) + "\n")
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,0 +1,83 @@
+"""gradfilter predict: labels or masks of pictures, by a trained run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GradFilterError
+
+if TYPE_CHECKING:
+    from ..prediction import Label, Mask
+
+__all__ = ["add"]
+
+EXAMPLES = """\
+examples:
+  gradfilter predict runs/1 photo.jpg
+  gradfilter predict runs/1 new_pictures/ --out labels.csv
+  gradfilter predict runs/2 street/*.png --out masks/
+"""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "predict",
+        help="label pictures, or make their masks, with a trained run",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="RUN", help="the folder of the run")
+    parser.add_argument("pictures", nargs="+", help="files, or folders of them")
+    parser.add_argument("--out", help="a CSV file for labels (default: print them), a folder for masks (masks/)")
+    parser.add_argument("--weights", choices=["best", "last"], default="best", help="default: best")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from ..data.images import SUFFIXES
+    from ..prediction import predict, read_pictures, write_labels, write_masks
+    from ..progress import Progress
+    from ..training.saved import open_run
+
+    files = list(_files(arguments.pictures, SUFFIXES))
+    saved = open_run(arguments.folder, arguments.weights)
+    out = arguments.out
+    with Progress() as tell:
+        pictures = read_pictures(files, lambda sentence: tell.say(f"warning: {sentence}"))
+        found = predict(saved.model, pictures, saved.transform.of_picture, saved.classes, saved.task)
+        told: Any = _told(found, len(files), tell)
+        if saved.task == "segment":
+            written = write_masks(out or "masks", told)
+            tell.say(f"{len(written)} masks in {out or 'masks'}; their pixels are the numbers of the classes.")
+        elif out:
+            tell.say(f"{write_labels(out, told)} labels in {out}.")
+        else:
+            for label in list(told):
+                print(f"{label.name}\t{label.label}\t{label.probability:.3f}")
+    sys.stdout.flush()
+
+
+def _told(found: Iterable[Label | Mask], count: int, tell: Any) -> Iterator[Label | Mask]:
+    for number, one in enumerate(found, 1):
+        tell("predicting", number, count)
+        yield one
+
+
+def _files(given: list[str], suffixes: Iterable[str]) -> Iterator[Path]:
+    """Files as they are; of folders, the pictures in them."""
+    known = tuple(suffixes)
+    for name in given:
+        path = Path(name)
+        if not path.exists():
+            raise GradFilterError(f"There is no file or folder {name}.")
+        if not path.is_dir():
+            yield path
+            continue
+        inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in known)
+        if not inside:
+            raise GradFilterError(f"The folder {name} has no pictures.")
+        yield from inside

@@ -1,0 +1,36 @@
+"""gradfilter recipes: the settings that come with the package."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+__all__ = ["add"]
+
+EXAMPLES = """\
+examples:
+  gradfilter recipes                                  all names
+  gradfilter recipes gradfilter-cifar10-mobilenet     what is in one
+  gradfilter train --recipe pets --epochs 3           use it; any field can be given anew
+"""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "recipes",
+        help="list the recipes for train, or show one",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", help="the one to show")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from ..plans import table
+    from ..training.recipes import RECIPES, read_text, title_of
+
+    if arguments.name:
+        print(read_text(arguments.name), end="")
+    else:
+        print(table([["recipe", "what"], *([name, title_of(name)] for name in RECIPES())]))

@@ -1,0 +1,156 @@
+"""gradfilter train: fine-tune a model on pictures, from settings, a recipe, or where a run was stopped."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GradFilterError, nearest
+from ..training.settings import Config, Loop, help_of
+
+if TYPE_CHECKING:
+    from ..training.job import Job
+    from ..training.loop import History
+
+__all__ = ["add"]
+
+EXAMPLES = """\
+examples:
+  gradfilter train                                      the embedded digits, MobileNetV2, last 4 convolutions
+  gradfilter train --data pictures/                     a folder of class folders
+  gradfilter train --data camvid:CamVid/ --model smp:UPerNet/resnet18 --weights resnet18.pth
+  gradfilter train --data cifar10 --download --method "HOSVD(variance=0.8)" --augment false
+  gradfilter train --recipe pets --epochs 3 --seed 1    any field of a recipe can be given anew
+  gradfilter train --resume runs/1                      go on with a run that was stopped, bit by bit
+  torchrun --nproc-per-node 2 -m gradfilter train       several processes share every batch
+"""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("train", help="fine-tune a model on pictures: classes or masks")
+    parser.read = _read
+
+
+def _read(arguments: Sequence[str]) -> argparse.Namespace:
+    """The whole command line: defaults, then a recipe, then a file of settings, then single options."""
+    from jsonargparse import ArgumentError
+
+    from ..training.recipes import read_recipe
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe")
+    recipe = first.parse_known_args(arguments)[0].recipe
+    parser = _parser()
+    if recipe:
+        parser.set_defaults(read_recipe(recipe))
+    try:
+        found = parser.parse_args(list(arguments)).as_dict()
+    except ArgumentError as error:
+        raise GradFilterError(_sentence(str(error))) from None
+    resume = found.pop("resume")
+    if resume and len(arguments) > (1 if arguments[0].startswith("--resume=") else 2):
+        raise GradFilterError("--resume goes on as the run was begun; give no other option with it.")
+    values = {name: value for name, value in found.items() if name not in ("recipe", "config", "cfg")}
+    return argparse.Namespace(run=_run, resume=resume, config=None if resume else Config(**values))
+
+
+def _parser() -> Any:
+    from jsonargparse import ActionConfigFile, ArgumentParser
+
+    parser = ArgumentParser(
+        prog="gradfilter train",
+        description="Fine-tune a model on pictures. Without options: the embedded digits.",
+        epilog=EXAMPLES,
+        exit_on_error=False,
+        formatter_class=_Formatter,
+    )
+    parser.add_argument("--recipe", help="settings of the package (`gradfilter recipes`), or a YAML file")
+    parser.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings, after the recipe")
+    parser.add_argument("--resume", metavar="RUN", help="the folder of a run that was stopped")
+    parser.add_class_arguments(Config)
+    helps = help_of(Loop, Config)
+    for action in parser._actions:
+        if action.dest in helps:
+            action.help = helps[action.dest]
+    return parser
+
+
+def _formatter() -> Any:
+    from jsonargparse import DefaultHelpFormatter
+
+    class Formatter(DefaultHelpFormatter):  # type: ignore[misc]
+        """Examples as they are written."""
+
+        def _fill_text(self, text: str, width: int, indent: str) -> str:
+            return text if text == EXAMPLES else super()._fill_text(text, width, indent)
+
+    return Formatter
+
+
+def _Formatter(*args: Any, **kwargs: Any) -> Any:  # noqa: N802  argparse wants a class
+    return _formatter()(*args, **kwargs)
+
+
+def _sentence(message: str) -> str:
+    """One line of what jsonargparse says in several, with the nearest name where one is unknown."""
+    line = " ".join(message.split())
+    unknown = re.search(r"[Uu]nrecognized arguments: --([\w-]+)|Key [\"']([\w-]+)[\"'] is not expected", line)
+    if unknown:
+        name = unknown[1] or unknown[2]
+        known = [each.name for each in fields(Config)]
+        return f"There is no setting {name}.{nearest(name, known)} See gradfilter train --help."
+    return line.rstrip(".") + "."
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from ..progress import Progress
+    from ..training.job import go_on, prepare
+    from ..training.processes import is_first
+
+    with _processes(), Progress(quiet=not is_first()) as tell:
+        if arguments.resume:
+            job = go_on(arguments.resume, tell=tell, say=tell.say)
+        else:
+            job = prepare(arguments.config, tell=tell, say=tell.say)
+        try:
+            history = job.train()
+        except KeyboardInterrupt:
+            raise GradFilterError(
+                f"interrupted, and written down; gradfilter train --resume {job.run.path} goes on."
+            ) from None
+        if is_first():
+            tell.say(_result(job, history))
+
+
+@contextmanager
+def _processes() -> Iterator[None]:
+    """Join the other processes, where torchrun has started several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _result(job: Job, history: History) -> str:
+    last, best = history.epochs[-1], history.best_scores
+    names = [name for name in last if name not in ("epoch", "loss", "seconds", "waited")]
+    lines = [
+        f"{name.replace('_', ' ')}: {best[name]:.2f} % best (epoch {best['epoch']}), {last[name]:.2f} % last"
+        for name in names
+    ]
+    if history.why_ended:
+        lines.append(f"Stopped early: {history.why_ended}.")
+    lines.append(f"{last['seconds']:.0f} s. Report: {job.run.path / 'report.html'}")
+    return "\n".join(lines)

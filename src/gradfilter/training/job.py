@@ -1,0 +1,221 @@
+"""From settings to a trained run in its folder: what ``gradfilter train`` does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..bench.environment import available_memory
+from ..cache import FeatureCache
+from ..costs import plan as planned
+from ..data.check import check
+from ..data.samples import Data
+from ..errors import GradFilterError, WeightsError
+from ..methods import GradientFilter, Method
+from ..methods.text import method_from
+from ..models import build
+from ..plans import DOES_NOT_RUN, Plan, format_bytes
+from ..program import accelerate_, split
+from ..progress import Tell, silent
+from ..surgery import apply_
+from . import checkpoint
+from .loop import History, Samples, Training
+from .processes import is_first, together
+from .run_folder import RunFolder
+from .sets import open_sets, transformed, usual_size
+from .settings import Config
+from .summary import write_summary
+from .tasks import Classification, Segmentation
+
+__all__ = ["Job", "go_on", "prepare"]
+
+MODELS = {"classify": "mobilenet_v2", "segment": "smp:DeepLabV3Plus/mobilenet_v2"}
+Say = Callable[[str], None]
+
+
+@dataclass
+class Job:
+    """A run that is ready to train."""
+
+    config: Config
+    data: Data
+    model: nn.Module
+    plan: Plan
+    run: RunFolder
+    said: str = ""
+    tell: Tell = silent
+
+    def train(self) -> History:
+        """Train to the end, with all that belongs into the run's folder."""
+        config, task = self.config, self.task()
+        train, test, forward = self._sets()
+        training = Training(
+            self.model,
+            train,
+            test,
+            task,
+            config.loop(),
+            forward=forward,
+            folder=self.run.checkpoint,
+            workers=0 if forward else config.workers,
+            tell=self.tell,
+            on_epoch=lambda history: self._end_epoch(history, task),
+        )
+        if training.resume():
+            self.run.go_back(training.history.epochs)
+        history = training.run()
+        if is_first():
+            write_summary(self, training)
+        return history
+
+    def task(self) -> Classification | Segmentation:
+        count = len(self.data.classes)
+        if self.data.task == "classify":
+            return Classification(count, self.config.label_smoothing)
+        return Segmentation(count, self.data.ignore)
+
+    def _sets(self) -> tuple[Samples, Samples, Callable[[Any], Tensor] | None]:
+        """Training and test set, and what runs from a cache's features on, if there is a cache."""
+        cached = self._is_cached()
+        train, test = transformed(self.data, self.config, decode=not cached, tell=self.tell)
+        if not cached:
+            return train, test, None
+        settings = {"batch": self.config.batch, "workers": self.config.workers, "tell": self.tell}
+        views = self.config.views if self.config.augment else 1
+        kept = FeatureCache(self.model, train, views=views, seed=self.config.seed, **settings)
+        return kept, FeatureCache(self.model, test, **settings), kept.tail
+
+    def _is_cached(self) -> bool:
+        """Whether features are kept; ``auto``: where that changes no bit, and they fit into the memory."""
+        wanted = self.config.cache
+        if wanted == "auto" and not self.config.augment and _has_frozen_prefix(self.plan):
+            with suppress(GradFilterError):  # a model that cannot be split
+                return self._feature_bytes() < (available_memory() or 0) / 2
+        return wanted == "on"
+
+    def _feature_bytes(self) -> int:
+        with torch.no_grad():
+            features = split(self.model).prefix(example_of(self.config))
+        count = len(self.data.train) + len(self.data.test)
+        return count * sum(feature.nbytes for feature in features)
+
+    def _end_epoch(self, history: History, task: Classification | Segmentation) -> None:
+        self.run.append(history.epochs[-1])
+        self.run.save(self.model, best=history.is_best)
+        if history.is_best:
+            self.run.note_best(history.epochs[-1], task.confusion)
+
+
+def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
+    """A new run, in a new folder; nothing is written before all that can be refused has been looked at."""
+    data, said = open_sets(config, tell)
+    check(data, tell)
+    config = _resolved(config, data)
+    model = built(config, len(data.classes))
+    plan = plan_of(config, model)
+    _make_ready(model, plan, config)
+    config = replace(config, out=config.out or _free_folder())
+    facts = {"classes": list(data.classes), "ignore": data.ignore}
+    everything = {**asdict(config), "found": facts}
+    # the others of several processes only read
+    run = RunFolder.create(config.out, everything) if is_first() else RunFolder(Path(config.out), everything)
+    return _introduced(Job(config, data, model, plan, run, said, tell), say)
+
+
+def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = print) -> Job:
+    """A run that was stopped, ready to go on from its last checkpoint."""
+    run = RunFolder.open(folder)
+    config = run.settings()
+    data, said = open_sets(config, tell)
+    if list(data.classes) != run.found["classes"]:
+        raise GradFilterError(
+            f"{config.data} is not what it was when {folder} was begun: its classes have changed; start anew."
+        )
+    has_weights = checkpoint.read(run.checkpoint) is not None
+    model = built(replace(config, weights="none") if has_weights else config, len(data.classes))
+    plan = plan_of(config, model)
+    _make_ready(model, plan, config)
+    return _introduced(Job(config, data, model, plan, run, said, tell), say)
+
+
+def _resolved(config: Config, data: Data) -> Config:
+    workers = config.workers if config.workers >= 0 else min(2, os.cpu_count() or 1)
+    weights = config.weights
+    if Path(weights).is_dir():  # an earlier run
+        earlier = RunFolder.open(weights)
+        weights = str(earlier.best)
+        config = replace(config, model=config.model or earlier.settings().model)
+    return replace(
+        config,
+        task=data.task,
+        model=config.model or MODELS[data.task],
+        size=config.size or usual_size(data),
+        workers=workers,
+        weights=weights,
+    )
+
+
+def built(config: Config, classes: int) -> nn.Module:
+    """The model of a job, its new weights drawn from the seed."""
+    weights = None if config.weights == "none" else config.weights
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        try:
+            model = build(config.model, classes=classes, weights=weights)
+        except WeightsError as error:
+            hint = " Or start afresh with --weights none --layers all." if weights == "auto" else ""
+            raise WeightsError(f"{error}{hint}") from None
+    ready: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return ready
+
+
+def plan_of(config: Config, model: nn.Module) -> Plan:
+    usual = method_from(config.method) if config.method else GradientFilter(config.patch, config.taps)
+    method: Method | dict[str, Method] = usual
+    if config.methods:
+        method = {name: method_from(text) for name, text in config.methods.items()} | {"*": usual}
+    return planned(model, method, config.layers, norm=config.norm, example=example_of(config, config.batch))
+
+
+def example_of(config: Config, batch: int = 1) -> Tensor:
+    made = torch.zeros(batch, 3, config.size, config.size)
+    return made.to(memory_format=torch.channels_last)
+
+
+def _make_ready(model: nn.Module, plan: Plan, config: Config) -> None:
+    apply_(model, plan)
+    if config.accelerate:
+        with suppress(GradFilterError):  # one that cannot be traced runs as it is
+            accelerate_(model)
+
+
+def _has_frozen_prefix(plan: Plan) -> bool:
+    return any(row.action == "frozen" and row.reason != DOES_NOT_RUN for row in plan.rows)
+
+
+def _free_folder() -> str:
+    number = 1
+    while Path("runs", str(number)).exists():
+        number += 1
+    return str(Path("runs", str(number)))
+
+
+def _introduced(job: Job, say: Say) -> Job:
+    config, data, (before, after) = job.config, job.data, job.plan.kept
+    if is_first():
+        counts = f"{len(data.train)} training and {len(data.test)} test pictures"
+        say(f"{data.name}: {counts}, {len(data.classes)} classes, {config.size} px. {job.said}".rstrip())
+        methods = ", ".join(dict.fromkeys(str(row.method) for row in job.plan.rows if row.action == "train"))
+        share = f", {after / before:.3f}x of exact" if before else ""
+        say(f"{config.model}: {len(job.plan.trained)} layers train, {methods}.")
+        say(f"A batch of {config.batch} keeps {format_bytes(after)} for the backward{share}.")
+        processes = f"; {together()} processes" if together() > 1 else ""
+        say(f"The run is in {job.run.path}{processes}.")
+    return job
