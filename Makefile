@@ -16,8 +16,9 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/core.stamp  ## train a small network with and without gradfilter
-	@$(BIN)/python -W 'ignore:Failed to initialize NumPy' -m gradfilter demo  # torch warns; the core does without
+demo: .venv/train.stamp  ## fine-tune MobileNetV2 with and without gradfilter; writes runs/demo/report.html
+	@rm -rf runs/demo
+	@$(BIN)/python -m gradfilter demo
 
 test: lint  ## everything CI runs: format, lint, types, tests, doctests
 	$(BIN)/python -m pytest
@@ -47,6 +48,11 @@ clean:  ## remove .venv, caches and build products
 	@$(PYTHON) -m venv .venv
 	@$(PIP) '$(TORCH)'
 	@$(PIP) -e .
+	@touch $@
+
+.venv/train.stamp: .venv/core.stamp
+	@echo "Installing what training needs ..."
+	@$(PIP) -e '.[train]'
 	@touch $@
 
 .venv/dev.stamp: .venv/core.stamp

@@ -34,17 +34,17 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, 2 for what the user can put right, or 130 if interrupted."""
-    arguments = _parser().parse_args(argv)
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch says so; nothing here needs it
     try:
+        arguments = _parser().parse_args(argv)
         arguments.run(arguments)
         sys.stdout.flush()
     except GradFilterError as error:
         print(f"gradfilter: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("gradfilter: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"gradfilter: {stop or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `gradfilter models | head`: nobody reads on, and that is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,6 +21,8 @@ from torch.utils import _pytree
 
 from .errors import GradFilterError, nearest
 from .files import replacing
+from .merging import merge_
+from .modules import AdaptedLayer
 from .surgery import restore_
 
 __all__ = ["Kind", "export", "write_safetensors"]
@@ -40,6 +42,8 @@ def export(
     model: nn.Module, example: Tensor, file: str | os.PathLike[str], kind: Kind = "safetensors"
 ) -> Path:
     """Write the model's inference form to a file, plan and acceleration taken away; the model stays as it is.
+
+    Adapters are merged into their weights; what cannot be merged, as ``LiteResidual``, is refused.
 
     Whatever is written is first read back and run on the example: where the outputs are not the model's, no
     file is left. ``safetensors`` and ``state_dict`` load into the unmodified model. ``onnx`` runs in
@@ -67,7 +71,7 @@ def export(
         "onnx": _through_onnx,
         "executorch": _through_executorch,
     }
-    plain = restore_(copy.deepcopy(model)).to("cpu").eval().requires_grad_(False)
+    plain = _plain(model).to("cpu").eval().requires_grad_(False)
     sample = example.detach().to("cpu")
     with torch.no_grad():
         expected = _tensors(plain(sample))
@@ -75,6 +79,12 @@ def export(
         found = writers[kind](plain, sample, partial)
         _check_same(found, expected, kind)
     return target
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(model)
+    has_adapters = any(isinstance(module, AdaptedLayer) for module in copied.modules())
+    return merge_(copied) if has_adapters else restore_(copied)
 
 
 def write_safetensors(model: nn.Module, file: str | os.PathLike[str]) -> None:

@@ -1,16 +1,16 @@
-"""The record of ``bench step`` as a picture: times, kept bytes and peak bytes of every arm."""
+"""Measured numbers as pictures: above all times, kept bytes and peak bytes of every arm of ``bench step``."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import GradFilterError
 from ..plans import format_bytes
 from .environment import conditions
 
-__all__ = ["check_matplotlib", "step_chart"]
+__all__ = ["bars", "check_matplotlib", "step_chart"]
 
 PARTS = {"forward_ms": "#4c78a8", "backward_ms": "#f58518", "optimizer_ms": "#9d9da1"}
 BYTES = {"kept_bytes": "kept for the backward", "peak_bytes": "peak above model, gradients, optimizer"}
@@ -48,6 +48,26 @@ def step_chart(record: dict[str, Any]) -> bytes:
         fontweight="bold",
     )
     figure.supxlabel(conditions(record["environment"]), fontsize=7, color="#666666")
+    return _png(figure)
+
+
+def bars(title: str, unit: str, values: Mapping[str, float | None], form: Callable[[Any], str]) -> bytes:
+    """One quantity of several arms, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1.2 + 0.42 * len(values)), dpi=120, layout="constrained")
+    axis = figure.subplots()
+    widths = [value or 0.0 for value in values.values()]
+    axis.barh(range(len(values)), widths, color="#54a24b")
+    axis.set_title(title, loc="left")
+    axis.set_xlabel(unit)
+    _label(axis, list(values.values()), widths, form)
+    axis.set_yticks(range(len(values)), list(values))
+    axis.invert_yaxis()
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
     made = io.BytesIO()
     figure.savefig(made, format="png")
     return made.getvalue()

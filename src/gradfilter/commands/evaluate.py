@@ -58,7 +58,9 @@ def _run(arguments: argparse.Namespace) -> None:
     for name, value in scores.items():
         print(f"{name.replace('_', ' ')}: {value:.2f} % of {len(data.test)} test pictures")
     if arguments.json:
-        write(arguments.json, json.dumps({"weights": arguments.weights, "data": config.data, **scores}) + "\n")
+        write(
+            arguments.json, json.dumps({"weights": arguments.weights, "data": config.data, **scores}) + "\n"
+        )
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -10,7 +10,13 @@ from ..errors import GradFilterError
 
 __all__ = ["add"]
 
-KINDS = {".safetensors": "safetensors", ".pth": "state_dict", ".pt": "state_dict", ".onnx": "onnx", ".pte": "executorch"}
+KINDS = {
+    ".safetensors": "safetensors",
+    ".pth": "state_dict",
+    ".pt": "state_dict",
+    ".onnx": "onnx",
+    ".pte": "executorch",
+}
 EXAMPLES = """\
 The suffix says what is written: .safetensors and .pth load into the unmodified model, .onnx runs in
 onnxruntime, .pte in ExecuTorch. What is written is read back and run: its outputs must be the model's.
@@ -43,7 +49,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
     kind: Any = KINDS.get(Path(arguments.file).suffix)
     if kind is None:
-        raise GradFilterError(f"{arguments.file} must end in {', '.join(KINDS)}; the suffix says what is written.")
+        raise GradFilterError(
+            f"{arguments.file} must end in {', '.join(KINDS)}; the suffix says what is written."
+        )
     saved = open_run(arguments.folder, arguments.weights)
     batch = 2 if kind == "onnx" else 1  # with two, the program takes any number
     size = saved.config.size

@@ -32,7 +32,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("folder", metavar="RUN", help="the folder of the run")
     parser.add_argument("pictures", nargs="+", help="files, or folders of them")
-    parser.add_argument("--out", help="a CSV file for labels (default: print them), a folder for masks (masks/)")
+    parser.add_argument(
+        "--out", help="a CSV file for labels (default: print them), a folder for masks (masks/)"
+    )
     parser.add_argument("--weights", choices=["best", "last"], default="best", help="default: best")
     parser.set_defaults(run=_run)
 
@@ -52,7 +54,9 @@ def _run(arguments: argparse.Namespace) -> None:
         told: Any = _told(found, len(files), tell)
         if saved.task == "segment":
             written = write_masks(out or "masks", told)
-            tell.say(f"{len(written)} masks in {out or 'masks'}; their pixels are the numbers of the classes.")
+            tell.say(
+                f"{len(written)} masks in {out or 'masks'}; their pixels are the numbers of the classes."
+            )
         elif out:
             tell.say(f"{write_labels(out, told)} labels in {out}.")
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -41,16 +40,17 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     """The whole command line: defaults, then a recipe, then a file of settings, then single options."""
     from jsonargparse import ArgumentError
 
-    from ..training.recipes import read_recipe
-
+    arguments = [*_spelled(arguments)]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe")
     recipe = first.parse_known_args(arguments)[0].recipe
     parser = _parser()
     if recipe:
+        from ..training.recipes import read_recipe
+
         parser.set_defaults(read_recipe(recipe))
     try:
-        found = parser.parse_args(list(arguments)).as_dict()
+        found = parser.parse_args(arguments).as_dict()
     except ArgumentError as error:
         raise GradFilterError(_sentence(str(error))) from None
     resume = found.pop("resume")
@@ -60,41 +60,45 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     return argparse.Namespace(run=_run, resume=resume, config=None if resume else Config(**values))
 
 
+def _spelled(arguments: Sequence[str]) -> Iterator[str]:
+    """``--lr-end`` for ``--lr_end``, and ``--download`` alone for ``--download true``."""
+    flags = {each.name for each in fields(Config) if each.type == "bool"}
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, sign, value = argument.partition("=")
+        if name.startswith("--"):
+            name = f"--{name[2:].replace('-', '_')}"
+        is_alone = name[2:] in flags and not sign and following.lower() not in ("true", "false")
+        yield f"{name}=true" if is_alone else f"{name}{sign}{value}"
+
+
 def _parser() -> Any:
-    from jsonargparse import ActionConfigFile, ArgumentParser
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter
+    from jsonargparse._actions import ActionConfigFile
 
-    parser = ArgumentParser(
-        prog="gradfilter train",
-        description="Fine-tune a model on pictures. Without options: the embedded digits.",
-        epilog=EXAMPLES,
-        exit_on_error=False,
-        formatter_class=_Formatter,
-    )
-    parser.add_argument("--recipe", help="settings of the package (`gradfilter recipes`), or a YAML file")
-    parser.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings, after the recipe")
-    parser.add_argument("--resume", metavar="RUN", help="the folder of a run that was stopped")
-    parser.add_class_arguments(Config)
-    helps = help_of(Loop, Config)
-    for action in parser._actions:
-        if action.dest in helps:
-            action.help = helps[action.dest]
-    return parser
-
-
-def _formatter() -> Any:
-    from jsonargparse import DefaultHelpFormatter
-
-    class Formatter(DefaultHelpFormatter):  # type: ignore[misc]
+    class Formatter(DefaultHelpFormatter):
         """Examples as they are written."""
 
         def _fill_text(self, text: str, width: int, indent: str) -> str:
             return text if text == EXAMPLES else super()._fill_text(text, width, indent)
 
-    return Formatter
-
-
-def _Formatter(*args: Any, **kwargs: Any) -> Any:  # noqa: N802  argparse wants a class
-    return _formatter()(*args, **kwargs)
+    parser = ArgumentParser(
+        prog="gradfilter train",
+        usage="gradfilter train [options]",
+        description="Fine-tune a model on pictures. Without options: the embedded digits.",
+        epilog=EXAMPLES,
+        exit_on_error=False,
+        formatter_class=Formatter,
+    )
+    parser.add_argument("--recipe", help="settings of the package (`gradfilter recipes`), or a YAML file")
+    parser.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings, after the recipe")
+    parser.add_argument("--resume", metavar="RUN", help="the folder of a run that was stopped")
+    parser.add_class_arguments(Config)
+    parser._action_groups[-1].title = "settings"
+    helps = help_of(Loop, Config)
+    for action in parser._actions:
+        if action.dest in helps:
+            action.help = helps[action.dest]
+    return parser
 
 
 def _sentence(message: str) -> str:
@@ -105,6 +109,13 @@ def _sentence(message: str) -> str:
         name = unknown[1] or unknown[2]
         known = [each.name for each in fields(Config)]
         return f"There is no setting {name}.{nearest(name, known)} See gradfilter train --help."
+    wrong = re.search(r"key \"(\w+)\":.*?Got value: (.*)$", line)
+    if wrong:
+        kinds = {each.name: str(each.type) for each in fields(Config)}
+        kind = kinds.get(wrong[1], "of another kind")
+        choices = re.findall(r"'(\w+)'", kind)
+        wanted = f"one of {', '.join(choices)}" if choices else kind
+        return f"{wrong[1]} must be {wanted}, not {wrong[2]}."
     return line.rstrip(".") + "."
 
 
@@ -121,9 +132,8 @@ def _run(arguments: argparse.Namespace) -> None:
         try:
             history = job.train()
         except KeyboardInterrupt:
-            raise GradFilterError(
-                f"interrupted, and written down; gradfilter train --resume {job.run.path} goes on."
-            ) from None
+            way_on = f"gradfilter train --resume {job.run.path} goes on."
+            raise KeyboardInterrupt(f"interrupted; {way_on}") from None
         if is_first():
             tell.say(_result(job, history))
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,14 @@ from torch import Tensor, nn
 
 from ..bench.environment import available_memory
 from ..cache import FeatureCache
-from ..costs import plan as planned
 from ..data.check import check
 from ..data.samples import Data
-from ..errors import GradFilterError, WeightsError
-from ..methods import GradientFilter, Method
-from ..methods.text import method_from
-from ..models import build
+from ..errors import GradFilterError
 from ..plans import DOES_NOT_RUN, Plan, format_bytes
-from ..program import accelerate_, split
+from ..program import split
 from ..progress import Tell, silent
-from ..surgery import apply_
 from . import checkpoint
+from .building import built, example_of, make_ready_, plan_of
 from .loop import History, Samples, Training
 from .processes import is_first, together
 from .run_folder import RunFolder
@@ -87,10 +84,10 @@ class Job:
         train, test = transformed(self.data, self.config, decode=not cached, tell=self.tell)
         if not cached:
             return train, test, None
-        settings = {"batch": self.config.batch, "workers": self.config.workers, "tell": self.tell}
-        views = self.config.views if self.config.augment else 1
-        kept = FeatureCache(self.model, train, views=views, seed=self.config.seed, **settings)
-        return kept, FeatureCache(self.model, test, **settings), kept.tail
+        config = self.config
+        cache = partial(FeatureCache, self.model, batch=config.batch, workers=config.workers, tell=self.tell)
+        kept = cache(train, views=config.views if config.augment else 1, seed=config.seed)
+        return kept, cache(test), kept.tail
 
     def _is_cached(self) -> bool:
         """Whether features are kept; ``auto``: where that changes no bit, and they fit into the memory."""
@@ -120,7 +117,7 @@ def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
     config = _resolved(config, data)
     model = built(config, len(data.classes))
     plan = plan_of(config, model)
-    _make_ready(model, plan, config)
+    make_ready_(model, plan, config)
     config = replace(config, out=config.out or _free_folder())
     facts = {"classes": list(data.classes), "ignore": data.ignore}
     everything = {**asdict(config), "found": facts}
@@ -141,7 +138,7 @@ def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = pri
     has_weights = checkpoint.read(run.checkpoint) is not None
     model = built(replace(config, weights="none") if has_weights else config, len(data.classes))
     plan = plan_of(config, model)
-    _make_ready(model, plan, config)
+    make_ready_(model, plan, config)
     return _introduced(Job(config, data, model, plan, run, said, tell), say)
 
 
@@ -160,40 +157,6 @@ def _resolved(config: Config, data: Data) -> Config:
         workers=workers,
         weights=weights,
     )
-
-
-def built(config: Config, classes: int) -> nn.Module:
-    """The model of a job, its new weights drawn from the seed."""
-    weights = None if config.weights == "none" else config.weights
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        try:
-            model = build(config.model, classes=classes, weights=weights)
-        except WeightsError as error:
-            hint = " Or start afresh with --weights none --layers all." if weights == "auto" else ""
-            raise WeightsError(f"{error}{hint}") from None
-    ready: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return ready
-
-
-def plan_of(config: Config, model: nn.Module) -> Plan:
-    usual = method_from(config.method) if config.method else GradientFilter(config.patch, config.taps)
-    method: Method | dict[str, Method] = usual
-    if config.methods:
-        method = {name: method_from(text) for name, text in config.methods.items()} | {"*": usual}
-    return planned(model, method, config.layers, norm=config.norm, example=example_of(config, config.batch))
-
-
-def example_of(config: Config, batch: int = 1) -> Tensor:
-    made = torch.zeros(batch, 3, config.size, config.size)
-    return made.to(memory_format=torch.channels_last)
-
-
-def _make_ready(model: nn.Module, plan: Plan, config: Config) -> None:
-    apply_(model, plan)
-    if config.accelerate:
-        with suppress(GradFilterError):  # one that cannot be traced runs as it is
-            accelerate_(model)
 
 
 def _has_frozen_prefix(plan: Plan) -> bool:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from ..data.samples import Task
 from ..data.transforms import Transform, test_transform
 from ..errors import GradFilterError
+from ..merging import merge_
 from ..models import build
+from ..surgery import apply_
+from .building import plan_of
 from .run_folder import RunFolder
 from .settings import Config
 
@@ -47,6 +52,18 @@ def open_run(folder: str | os.PathLike[str], which: str = "best") -> Saved:
             f"gradfilter train --resume {folder}."
         )
     classes = tuple(run.found["classes"])
-    model = build(config.model, classes=len(classes), weights=file)
+    model = _adapted(config, file, len(classes)) or build(config.model, classes=len(classes), weights=file)
     model = model.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Saved(replace(config, out=str(Path(folder))), model, classes, run.found["ignore"])
+
+
+def _adapted(config: Config, file: Path, classes: int) -> nn.Module | None:
+    """A model that was trained with adapters, merged where that can be; None if it has none."""
+    state = load_file(file)
+    if not any("gradfilter_" in name for name in state):
+        return None
+    model = build(config.model, classes=classes)
+    apply_(model, plan_of(config, model)).load_state_dict(state)
+    with suppress(GradFilterError):  # one that no plain model can do
+        merge_(model)
+    return model

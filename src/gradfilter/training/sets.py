@@ -83,7 +83,9 @@ def parts_of(config: Config, labels: list[int]) -> tuple[list[Tensor], str]:
 def labels_of(samples: Samples) -> list[int]:
     labels: list[int] | None = getattr(samples, "labels", None)
     if labels is None:
-        raise GradFilterError("Samples with masks have no labels to share them out by; leave partition and shots out.")
+        raise GradFilterError(
+            "Samples with masks have no labels to share them out by; leave partition and shots out."
+        )
     return labels
 
 
@@ -93,7 +95,9 @@ def usual_size(data: Data) -> int:
     return SMALL_SIZE if min(picture.size) < SMALL else SIZE
 
 
-def transformed(data: Data, config: Config, decode: bool, tell: Tell = silent) -> tuple[Transformed, Transformed]:
+def transformed(
+    data: Data, config: Config, decode: bool, tell: Tell = silent
+) -> tuple[Transformed, Transformed]:
     """Training and test set as tensors; with ``decode`` pictures in files are read once, if they fit."""
     train, test = data.train, data.test
     if decode:

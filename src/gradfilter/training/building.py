@@ -1,0 +1,54 @@
+"""The model of a job and its plan, from settings."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from ..costs import plan as planned
+from ..errors import GradFilterError, WeightsError
+from ..methods import GradientFilter, Method
+from ..methods.text import method_from
+from ..models import build
+from ..plans import Plan
+from ..program import accelerate_
+from ..surgery import apply_
+from .settings import Config
+
+__all__ = ["built", "example_of", "make_ready_", "plan_of"]
+
+
+def built(config: Config, classes: int) -> nn.Module:
+    """The model of a job, its new weights drawn from the seed."""
+    weights = None if config.weights == "none" else config.weights
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        try:
+            model = build(config.model, classes=classes, weights=weights)
+        except WeightsError as error:
+            hint = " Or start afresh with --weights none --layers all." if weights == "auto" else ""
+            raise WeightsError(f"{error}{hint}") from None
+    ready: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return ready
+
+
+def plan_of(config: Config, model: nn.Module) -> Plan:
+    usual = method_from(config.method) if config.method else GradientFilter(config.patch, config.taps)
+    method: Method | dict[str, Method] = usual
+    if config.methods:
+        method = {name: method_from(text) for name, text in config.methods.items()} | {"*": usual}
+    return planned(model, method, config.layers, norm=config.norm, example=example_of(config, config.batch))
+
+
+def example_of(config: Config, batch: int = 1) -> Tensor:
+    made = torch.zeros(batch, 3, config.size, config.size)
+    return made.to(memory_format=torch.channels_last)
+
+
+def make_ready_(model: nn.Module, plan: Plan, config: Config) -> None:
+    apply_(model, plan)
+    if config.accelerate:
+        with suppress(GradFilterError):  # one that cannot be traced runs as it is
+            accelerate_(model)

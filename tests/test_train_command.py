@@ -1,0 +1,416 @@
+"""gradfilter train, eval, predict and export, from the command line to the files they leave."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import gradfilter as gf
+from gradfilter import cli
+from gradfilter.training.report import read_report
+from gradfilter.training.saved import open_run
+
+pytestmark = pytest.mark.usefixtures("vision")
+
+SMALL = [
+    "--model",
+    "tiny",
+    "--weights",
+    "none",
+    "--size",
+    "32",
+    "--workers",
+    "0",
+    "--batch",
+    "4",
+    "--lr",
+    "0.05",
+]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Red, green and blue pictures, as JPEG files of phone-like shapes, in a folder per class."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for number, name in enumerate(("blue", "green", "red")):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for index in range(8):
+            shape = (48, 64, 3) if index % 2 else (64, 48, 3)
+            pixels = random.integers(0, 120, shape)
+            pixels[..., 2 - number] += 120
+            picture = Image.fromarray(pixels.astype(np.uint8))
+            picture.save(tmp_path / "pictures" / name / f"{index}.jpg")
+    return tmp_path / "pictures"
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Path:
+    """Pictures with a bright square, and where it is."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for part in ("images", "masks"):
+        (tmp_path / "masked" / part).mkdir(parents=True)
+    for index in range(12):
+        pixels, mask = random.integers(0, 100, (40, 56, 3)), np.zeros((40, 56))
+        top, left = random.integers(0, 20, 2)
+        pixels[top : top + 16, left : left + 16] += 150
+        mask[top : top + 16, left : left + 16] = 1
+        Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "masked" / "images" / f"{index}.png")
+        Image.fromarray(mask.astype(np.uint8)).save(tmp_path / "masked" / "masks" / f"{index}.png")
+    return tmp_path / "masked"
+
+
+def run(*arguments: object) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+def train(out: Path, *arguments: object) -> int:
+    return run("train", *SMALL, "--out", out, *arguments)
+
+
+def weights(folder: Path, which: str = "last") -> dict[str, Tensor]:
+    return load_file(folder / f"{which}.safetensors")
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_folder_of_pictures_from_training_to_onnx(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert train(out, "--data", pictures, "--epochs", 6, "--layers", "all", "--augment", "false") == 0
+    said = capsys.readouterr().out
+    assert "18 training and 6 test pictures, 3 classes, 32 px" in said
+    best = float(re.findall(r"accuracy: ([\d.]+) % best", said)[0])
+    assert best > 80
+    report = read_report(out / "report.json")
+    assert len(report.epochs) == 6
+    assert report.confusion is not None
+    assert sum(map(sum, report.confusion)) == 6
+    assert {cost.name.split()[0] for cost in report.costs} == {"kept", "multiply-adds", "step,", "peak"}
+
+    assert run("eval", out, "--json", tmp_path / "scores.json") == 0
+    assert json.loads((tmp_path / "scores.json").read_text())["accuracy"] == pytest.approx(best, abs=0.01)
+
+    capsys.readouterr()
+    assert run("predict", out, pictures / "red", "--out", tmp_path / "labels.csv") == 0
+    with (tmp_path / "labels.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 8
+    assert sum(row["label"] == "red" for row in rows) >= 6
+    assert run("predict", out, pictures / "blue" / "0.jpg") == 0
+    assert capsys.readouterr().out.splitlines()[-1].split("\t")[0].endswith("0.jpg")
+
+    assert run("export", out, tmp_path / "tiny.safetensors") == 0
+    plain = gf.models.build("tiny", classes=3, weights=tmp_path / "tiny.safetensors")
+    assert_same(dict(plain.state_dict()), weights(out, "best"))
+
+
+def test_masks_from_training_to_predictions(
+    masked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    out = tmp_path / "run"
+    options = ["--model", "smp:Unet/resnet18", "--layers", "last:4", "--size", "64", "--epochs", "2"]
+    assert train(out, "--data", masked, *options) == 0
+    assert "mean iou" in capsys.readouterr().out
+    report = read_report(out / "report.json")
+    assert set(report.scores) == {"mean_iou", "pixel_accuracy"}
+    assert all(set(overlay.pictures) == {"picture", "found", "truth"} for overlay in report.overlays)
+    assert run("eval", out) == 0
+    assert run("predict", out, masked / "images", "--out", tmp_path / "found") == 0
+    found = sorted((tmp_path / "found").glob("*.png"))
+    assert len(found) == 12
+    with Image.open(found[0]) as mask:
+        assert mask.size == (56, 40)
+        assert set(np.unique(np.array(mask))) <= {0, 1}
+
+
+STEPS = ["--data", "digits", "--shots", "4", "--epochs", "3", "--layers", "last:3"]
+
+
+def interrupting(after: int) -> Any:
+    """In place of the loop's own steps: press Ctrl-C behind some step."""
+    from gradfilter.training.loop import Training
+
+    take = Training._take_step
+
+    def stepped(self: Training, group: Any) -> None:
+        take(self, group)
+        if self.step == after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return stepped
+
+
+@pytest.mark.parametrize("after", [1, 10, 13])  # in the first epoch, at its very end, in the second
+@pytest.mark.parametrize("options", [[], ["--augment", "false"], ["--cache", "on", "--views", "2"]])
+def test_interrupted_and_resumed_gives_the_same_bits(
+    after: int,
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from gradfilter.training.loop import Training
+
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train(whole, *STEPS, *options) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "_take_step", interrupting(after))
+        assert train(stopped, *STEPS, *options) == 130
+    told = capsys.readouterr().err
+    assert f"gradfilter train --resume {stopped} goes on." in told
+    assert "Traceback" not in told
+    assert run("train", "--resume", stopped) == 0
+    for which in ("last", "best"):
+        assert_same(weights(whole, which), weights(stopped, which))
+    epochs = [
+        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()]
+        for f in (whole, stopped)
+    ]
+    losses = [[entry["loss"] for entry in entries] for entries in epochs]
+    assert losses[0] == losses[1]
+
+
+def test_another_seed_is_another_training(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        assert train(tmp_path / str(seed), *STEPS, "--epochs", "1", "--seed", seed) == 0
+    with pytest.raises(AssertionError):
+        assert_same(weights(tmp_path / "0"), weights(tmp_path / "1"))
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    options = [
+        *SMALL,
+        "--data",
+        "digits",
+        "--shots",
+        "4",
+        "--epochs",
+        "1",
+        "--batch",
+        "8",
+        "--augment",
+        "false",
+    ]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += [
+        "--master-port",
+        "29517",
+        "-m",
+        "gradfilter",
+        "train",
+        *options,
+        "--out",
+        str(tmp_path / "two"),
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert run("train", *options, "--out", tmp_path / "one") == 0
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for key in one:
+        assert torch.allclose(one[key].double(), two[key].double(), atol=1e-6), key
+
+
+def test_on_top_of_an_earlier_run(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = tmp_path / "first"
+    assert train(first, "--data", pictures, "--epochs", "1", "--layers", "all") == 0
+    options = ["--size", "32", "--workers", "0", "--epochs", "1", "--lr", "0", "--weight-decay", "0"]
+    second = tmp_path / "second"
+    assert run("train", "--weights", first, "--data", pictures, *options, "--out", second) == 0
+    assert json.loads((second / "config.json").read_text())["model"] == "tiny"
+    assert_same(weights(first, "best"), weights(second))
+    # other classes: a new head on the old features
+    assert (
+        run(
+            "train",
+            "--weights",
+            first,
+            "--data",
+            "digits",
+            "--shots",
+            "1",
+            *options,
+            "--out",
+            tmp_path / "third",
+        )
+        == 0
+    )
+
+
+def test_clients_and_shots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--partition",
+        "dirichlet",
+        "--clients",
+        "5",
+        "--client",
+        "2",
+        "--alpha",
+        "0.1",
+        "--epochs",
+        "1",
+    ]
+    assert train(tmp_path / "run", *options) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"Client 2 of 5 \(dirichlet\): \d+ samples; the clients' classes are 0\.\d+ apart", said)
+    count = int(re.findall(r"digits: (\d+) training", said)[0])
+    assert 0 < count < 1438
+
+
+@pytest.mark.parametrize("method", ["LowRankAdapter(rank=2)", "LiteResidual()"])
+def test_adapters_are_there_again(method: str, pictures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert train(out, "--data", pictures, "--epochs", "1", "--method", method, "--augment", "false") == 0
+    accuracy = json.loads((out / "best.json").read_text())["accuracy"]
+    assert run("eval", out, "--json", tmp_path / "scores.json") == 0
+    assert json.loads((tmp_path / "scores.json").read_text())["accuracy"] == pytest.approx(accuracy)
+
+
+def test_a_file_of_settings_and_what_comes_after_it(pictures: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"data: {pictures}\nepochs: 7\nmethods:\n  head: Exact()\n")
+    out = tmp_path / "run"
+    assert train(out, "--config", file, "--epochs", "1") == 0
+    resolved = json.loads((out / "config.json").read_text())
+    assert (resolved["epochs"], resolved["methods"], resolved["task"]) == (1, {"head": "Exact()"}, "classify")
+    file.write_text("epohs: 3\n")
+    assert train(tmp_path / "other", "--config", file) == 2
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--epohs", "3"], "There is no setting epohs. Did you mean epochs"),
+        (["--lr", "fast"], "lr must be float, not fast"),
+        (["--optimizer", "adam"], "optimizer must be one of sgd, adamw, not adam"),
+        (["--data", "nowhere"], "nowhere is neither a file or folder nor a known data set"),
+        (["--recipe", "pets2"], "There is no recipe pets2. Did you mean pets"),
+        (["--weights", "none.pth"], "none.pth does not exist"),
+        (["--method", "HOSWD(0.8)"], "There is no method HOSWD"),
+        (["--layers", "conv99"], "No layer matches 'conv99'"),
+        (["--partition", "shards", "--clients", "3", "--client", "3"], "client must be below clients, 3"),
+        (["--resume", "nowhere"], "nowhere holds no run"),
+    ],
+)
+def test_bad_options_get_one_sentence(
+    options: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = options if "--resume" in options else [*SMALL, "--out", str(tmp_path / "run"), *options]
+    assert run("train", *arguments) == 2
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def break_one_class(folder: Path) -> None:
+    for name in ("green", "red"):
+        for file in (folder / name).iterdir():
+            file.unlink()
+        (folder / name).rmdir()
+
+
+def break_empty_class(folder: Path) -> None:
+    (folder / "yellow").mkdir()
+
+
+def break_picture(folder: Path) -> None:
+    (folder / "red" / "3.jpg").write_bytes(b"no picture")
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (break_one_class, "has one class only"),
+        (break_empty_class, "The class folder"),
+        (break_picture, "1 of 24 samples cannot be read"),
+    ],
+)
+def test_bad_data_gets_one_sentence(
+    damage: Any, sentence: str, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(pictures)
+    assert train(tmp_path / "run", "--data", pictures) == 2
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_pictures_of_all_kinds(pictures: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    grey = Image.new("L", (50, 40), 128)
+    grey.save(pictures / "red" / "grey.png")
+    Image.new("CMYK", (50, 40)).save(pictures / "red" / "cmyk.jpg")
+    Image.fromarray(np.full((40, 50), 40000, np.uint16)).save(pictures / "red" / "deep.png")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (64, 32), "red").save(pictures / "red" / "turned.jpg", exif=turned)
+    assert train(tmp_path / "run", "--data", pictures, "--epochs", "1") == 0
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert train(tmp_path / "file" / "run") == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gradfilter.training import checkpoint
+
+    out, save = tmp_path / "run", checkpoint.save_file
+
+    def full(tensors: Any, file: Any) -> None:
+        if "step-20" in str(file):
+            raise OSError(28, "No space left on device")
+        save(tensors, file)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    assert train(out, *STEPS) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run("train", "--resume", out) == 0
+    assert train(tmp_path / "whole", *STEPS) == 0
+    assert_same(weights(out), weights(tmp_path / "whole"))
+
+
+def test_a_run_without_weights_says_so(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", *STEPS, "--epochs", "1") == 0
+    (tmp_path / "run" / "best.safetensors").unlink()
+    with pytest.raises(gf.GradFilterError, match="has no weights yet"):
+        open_run(tmp_path / "run")
+
+
+def test_time_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert train(tmp_path / "run", "--epochs", "1000", "--minutes", "0.03") == 0
+    assert time.monotonic() - start < 60
+    assert "the time of 0.03 minutes was over" in capsys.readouterr().out
