@@ -35,10 +35,23 @@ RESULTS = Path(__file__).parent / "results" / "methods.json"
 WEIGHTS = {"resnet18": "resnet18_imagenet1k.pth", "mobilenet_v2": "mobilenet_v2-b0353104.pth"}
 LAYERS, BATCH, SIZE, CLASSES = "last:4", 8, 224, 37
 ROUNDS, WARM = 7, 3
-SETTINGS = [
-    *("GradientFilter(8)", "GradientFilter(4)", "GradientFilter(2)"),
-    *("GradientFilter(8, 'collapse')", "GradientFilter(4, 'collapse')", "GradientFilter(2, 'collapse')"),
-]
+# Three settings each, from the coarsest to the finest: the cosine has to grow with them.
+FAMILIES = {
+    "GradientFilter": ["GradientFilter(8)", "GradientFilter(4)", "GradientFilter(2)"],
+    "GradientFilter, collapse": [f"GradientFilter({patch}, 'collapse')" for patch in (8, 4, 2)],
+    "GradientFilter, int8": [f"GradientFilter({patch}, store='int8')" for patch in (8, 4, 2)],
+    "SVD": ["SVD(0.5)", "SVD(0.8)", "SVD(0.95)"],
+    "HOSVD": ["HOSVD(0.5)", "HOSVD(0.8)", "HOSVD(0.95)"],
+    "SubspaceIteration": [f"SubspaceIteration(rank={rank})" for rank in (2, 8, 32)],
+    "WalshHadamard": [f"WalshHadamard(4, order={order})" for order in (1, 3, 7)],
+    "Quantized": ["Quantized(2)", "Quantized(4)", "Quantized(8)"],
+    "Int8Gradients": ["Int8Gradients(4)", "Int8Gradients(2)", "Int8Gradients(1)"],
+    "SparseUpdate": ["SparseUpdate(0.125)", "SparseUpdate(0.25)", "SparseUpdate(0.5)"],
+    "LowRankAdapter": [f"LowRankAdapter(rank={rank})" for rank in (1, 4, 16)],
+    "LiteResidual": [f"LiteResidual(reduction={reduction})" for reduction in (8, 4, 2)],
+    "without settings": ["BiasOnly()", "NormOnly()", "Frozen()"],
+}
+SETTINGS = [setting for settings in FAMILIES.values() for setting in settings]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -64,8 +77,24 @@ def main() -> int:
                 print(f"{name}, {method} ...", file=sys.stderr, flush=True)
                 done.append({"model": name, "method": method} | measured(model, method, batch))
                 report.write(str(RESULTS), json.dumps(done, indent=1) + "\n")
+    done.sort(key=lambda row: (list(WEIGHTS).index(row["model"]), SETTINGS.index(row["method"])))
+    report.write(str(RESULTS), json.dumps(done, indent=1) + "\n")
     print(table(lines(done)))
+    for name, family in falling(done):
+        print(f"The cosine does not grow with the setting: {name}, {family}", file=sys.stderr)
     return 0
+
+
+def falling(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Models and methods whose cosine is lower at a finer setting."""
+    found = []
+    for name in WEIGHTS:
+        cosines = {row["method"]: row["cosine"] for row in rows if row["model"] == name}
+        for family, settings in FAMILIES.items():
+            own = [cosines[setting] for setting in settings if cosines.get(setting) is not None]
+            if own != sorted(own):
+                found.append((name, family))
+    return found
 
 
 def pictures() -> Batch:

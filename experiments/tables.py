@@ -6,6 +6,8 @@
     python experiments/steps.py
     python experiments/cached_epochs.py
     python experiments/native_pass.py
+    python experiments/methods.py
+    python experiments/hosvd_speed.py tail, accelerated, eager
     python experiments/tables.py
 
 A table stands between ``<!-- generated: NAME -->`` and ``<!-- end of generated -->``. Nothing is measured
@@ -23,11 +25,12 @@ from typing import Any
 
 from gradfilter.bench import report
 from gradfilter.bench.environment import conditions
+from gradfilter.bench.timing import Interval
 from gradfilter.plans import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "methods.md")
 MISSING = "Not measured yet."
 BLOCK = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end of generated -->", re.DOTALL)
 
@@ -132,6 +135,36 @@ def _native_pass() -> str:
     return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
 
 
+def _methods() -> str:
+    """Every method at its settings; of MobileNetV2 and ResNet-18 side by side."""
+    rows = _record("methods")
+    if not rows:
+        return MISSING
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = [["method", *(f"{name}: {what}" for name in models for what in ("kept", "step", "cosine"))]]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = {row["model"]: row for row in rows if row["method"] == method}
+        lines.append([f"`{method}`", *(cell for name in models for cell in _method_cells(own[name]))])
+    return f"{report.markdown_table(lines)}\n\n{conditions(rows[-1]['environment'])}"
+
+
+def _method_cells(row: dict[str, Any]) -> list[str]:
+    cosine = "" if row["cosine"] is None else f"{row['cosine']:.3f}"
+    return [f"{row['kept_bytes'] / row['exact_bytes']:.3f}x", f"{row['to_exact']['median']:.2f}x", cosine]
+
+
+def _hosvd_speed() -> str:
+    record = _record("hosvd_speed")
+    if record is None:
+        return MISSING
+    lines = [["what is timed", "arm", "step", "of exact", "faster than by torch.linalg.svd"]]
+    for mode, found in record.items():
+        for row in found["rows"]:
+            ratios = f"{row['of_exact'][0]:.2f}x", Interval(*row["faster_than_svd"]).as_ratio()
+            lines.append([mode, row["arm"], f"{row['ms']:.0f} ms", *ratios])
+    return f"{report.markdown_table(lines)}\n\n{conditions(found['environment'])}"
+
+
 def _depth_sentence() -> str:
     """Exact and filtered accuracy over the seeds that both have."""
     runs = _record("depth_pets") or []
@@ -185,6 +218,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": _steps,
     "cached_epochs": _cached_epochs,
     "native_pass": _native_pass,
+    "methods": _methods,
+    "hosvd_speed": _hosvd_speed,
 }
 
 if __name__ == "__main__":

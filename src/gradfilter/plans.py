@@ -104,12 +104,14 @@ class Plan:
         for row in self.rows:
             method = "" if row.action == "frozen" else str(row.method)
             lines.append([row.name, row.kind, row.action, method])
-            lines[-1] += _cost_cells(row.before, row.after) if self.other else []
+            most = row.action != "frozen" and row.method.bytes_depend_on_data
+            lines[-1] += _cost_cells(row.before, row.after, most) if self.other else []
             lines[-1] += [_remark(row)] * reasons
         if self.other:
             before, after = self.total
             lines.append(["(other modules)", "", "", "", *_cost_cells(*self.other)])
-            lines.append(["total", "", "", "", *_cost_cells(before, after)])
+            most = any(r.action != "frozen" and r.method.bytes_depend_on_data for r in self.rows)
+            lines.append(["total", "", "", "", *_cost_cells(before, after, most)])
             shares = _share(before.kept, after.kept), _share(before.backward_macs, after.backward_macs)
             lines.append(["of exact", "", "", "", "", shares[0], "", shares[1]])
         return table(lines)
@@ -131,10 +133,11 @@ def _share(before: int, after: int) -> str:
     return f"{after / before:.3f}x" if before else ""
 
 
-def _cost_cells(before: LayerCost | None, after: LayerCost | None) -> list[str]:
+def _cost_cells(before: LayerCost | None, after: LayerCost | None, most: bool = False) -> list[str]:
+    """most: what is kept depends on the data, and this is the most it can be."""
     if before is None or after is None:
         return ["", "", "", ""]
-    kept = [format_bytes(before.kept), format_bytes(after.kept)]
+    kept = [format_bytes(before.kept), "at most " * most + format_bytes(after.kept)]
     return [*kept, format_count(before.backward_macs), format_count(after.backward_macs)]
 
 

@@ -85,7 +85,14 @@ class Job:
         if not cached:
             return train, test, None
         config = self.config
-        cache = partial(FeatureCache, self.model, batch=config.batch, workers=config.workers, tell=self.tell)
+        cache = partial(
+            FeatureCache,
+            self.model,
+            folder=config.cache_folder or None,
+            batch=config.batch,
+            workers=config.workers,
+            tell=self.tell,
+        )
         kept = cache(train, views=config.views if config.augment else 1, seed=config.seed)
         return kept, cache(test), kept.tail
 
@@ -94,7 +101,7 @@ class Job:
         wanted = self.config.cache
         if wanted == "auto" and not self.config.augment and _has_frozen_prefix(self.plan):
             with suppress(GradFilterError):  # a model that cannot be split
-                return self._feature_bytes() < (available_memory() or 0) / 2
+                return bool(self.config.cache_folder) or self._feature_bytes() < (available_memory() or 0) / 2
         return wanted == "on"
 
     def _feature_bytes(self) -> int:

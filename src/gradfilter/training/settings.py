@@ -98,6 +98,7 @@ class Config(Loop):
         norm: batch norms: fixed, affine or batch
         augment: crop, mirror and tint training pictures at random
         cache: keep features of the frozen layers: on, off, or auto: where the result stays the same
+        cache_folder: where features are kept, for later runs too; in memory if ""
         views: with augment and a cache: so many random versions of each picture
         accelerate: fold norms and fuse activations of the frozen layers
         workers: processes that read pictures; -1 for as many as there are processors, 2 at most
@@ -126,6 +127,7 @@ class Config(Loop):
     norm: Literal["fixed", "affine", "batch"] = "fixed"
     augment: bool = True
     cache: Literal["auto", "on", "off"] = "auto"
+    cache_folder: str = ""
     views: int = 4
     accelerate: bool = True
     workers: int = -1
