@@ -8,6 +8,7 @@
     python experiments/native_pass.py
     python experiments/methods.py
     python experiments/hosvd_speed.py tail, accelerated, eager
+    python experiments/training.py
     python experiments/tables.py
 
 A table stands between ``<!-- generated: NAME -->`` and ``<!-- end of generated -->``. Nothing is measured
@@ -30,7 +31,11 @@ from gradfilter.plans import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "methods.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "docs" / "performance.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("methods", "training")),
+)
 MISSING = "Not measured yet."
 BLOCK = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end of generated -->", re.DOTALL)
 
@@ -148,6 +153,34 @@ def _methods() -> str:
     return f"{report.markdown_table(lines)}\n\n{conditions(rows[-1]['environment'])}"
 
 
+def _training() -> str:
+    """Every run of experiments/training.py; the mean where there are several seeds."""
+    cases = {
+        file.stem: json.loads(file.read_text()) for file in sorted((RESULTS / "training").glob("*.json"))
+    }
+    if not cases:
+        return MISSING
+    lines = [["case", "method", "seeds", "score", "best epoch", "last epoch", "kept", "step", "exact, plain"]]
+    for case, runs in cases.items():
+        for arm in dict.fromkeys(run["arm"] for run in runs):
+            lines.append([case, arm, *_training_cells([run for run in runs if run["arm"] == arm])])
+    last = runs[-1]["environment"]
+    return f"{report.markdown_table(lines)}\n\n{conditions(last)}"
+
+
+def _training_cells(runs: list[dict[str, Any]]) -> list[str]:
+    name = runs[0]["scores"][0]
+    scores = [f"{mean(run[which][name] for run in runs):.2f} %" for which in ("best", "last")]
+    kept, step = (_cost_of(runs[0], what) for what in ("kept", "step"))
+    seeds = ", ".join(str(run["seed"]) for run in runs)
+    times = [f"{step[arm]:.0f} ms" for arm in ("this run", "exact")]
+    return [seeds, name.replace("_", " "), *scores, f"{kept['this run'] / kept['exact']:.3f}x", *times]
+
+
+def _cost_of(run: dict[str, Any], what: str) -> dict[str, float]:
+    return next(values for name, values in run["costs"].items() if name.startswith(what))
+
+
 def _method_cells(row: dict[str, Any]) -> list[str]:
     cosine = "" if row["cosine"] is None else f"{row['cosine']:.3f}"
     return [f"{row['kept_bytes'] / row['exact_bytes']:.3f}x", f"{row['to_exact']['median']:.2f}x", cosine]
@@ -220,6 +253,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "native_pass": _native_pass,
     "methods": _methods,
     "hosvd_speed": _hosvd_speed,
+    "training": _training,
 }
 
 if __name__ == "__main__":

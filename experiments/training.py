@@ -1,18 +1,17 @@
-"""Fine-tuning on real data from one command: exact, filtered (overlap, collapse) and HOSVD, official test splits.
+"""Fine-tuning on real data from one command: exact, filtered (overlap, collapse), HOSVD; official tests.
 
     python experiments/training.py                     all cases; runs that are there are skipped
     python experiments/training.py pets cifar10        some of them
     python experiments/training.py pets --seeds 0 1 2
 
-Every run is `gradfilter train` with the options below; what it leaves is summed up in results/training/CASE.json
-with its command, its curve and its conditions. Needs ../shared (data and weights).
+Every run is `gradfilter train` with the options below; what it leaves is summed up in
+results/training/CASE.json with its command, its curve and its conditions. Needs ../shared (data and weights).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -86,7 +85,7 @@ def trained(case: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     }
     out = folder / f"{case}-{arm}-{seed}"
     options = f"{CASES[case]} {ARMS[arm]} --seed {seed}"
-    command = [*shlex.split(options.format(**files).replace("(", "'(").replace(")", ")'"))]
+    command = options.format(**files).split()
     command += ["--cache-folder", str(folder / "features")] if "--augment false" in options else []
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "gradfilter", "train", *command, "--out", str(out)]

@@ -49,11 +49,12 @@ def test_help_does_not_import_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "plan", "analyze", "bench", "bench layers", "bench regions", "models"]
+    "command",
+    ["train", "eval", "predict", "export", "recipes", "demo", "plan", "analyze", "bench", "models", "bench_layers", "bench_regions"],
 )
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main([*command.split(), "--help"])
+        cli.main([*command.split("_"), "--help"])
     assert stop.value.code == 0
     assert "usage: gradfilter" in capsys.readouterr().out
 
@@ -153,11 +154,14 @@ def test_interrupting_exits_with_130() -> None:
         listening + "from gradfilter import cli; sys.exit(cli.main(sys.argv[1:]))",
     ]
     with subprocess.Popen(
-        [*command, "demo", "--steps", "100000"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*command, "bench", "layers", "--rounds", "100000"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             assert process.stderr
-            assert "first training" in process.stderr.readline()
+            assert "(" in process.stderr.readline()
             time.sleep(0.2)
             process.send_signal(signal.SIGINT)
             _, told = process.communicate(timeout=60)
@@ -199,20 +203,13 @@ def test_python_m_bench_is_the_same_command() -> None:
     assert "layers" in done.stdout
 
 
-def test_the_demo_prints_a_table_even_without_numpy() -> None:
+def test_the_core_works_without_numpy() -> None:
     start = "import sys; sys.modules['numpy'] = None; from gradfilter.cli import main; "
     done = subprocess.run(
-        [sys.executable, "-c", start + "main(['demo', '--steps', '2'])"],
+        [sys.executable, "-c", start + "sys.exit(main(['plan', 'tiny', '--size', '32']))"],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()] == [
-        "method",
-        "before",
-        "exact (plain PyTorch)",
-        "GradientFilter(patch=2)",
-        "GradientFilter(patch=4)",
-    ]
-    assert done.stderr.splitlines() == ["first training (2) ...", "adapting (2) ..."]
+    assert "GradientFilter(patch=2)" in done.stdout

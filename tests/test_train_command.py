@@ -414,3 +414,61 @@ def test_time_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert train(tmp_path / "run", "--epochs", "1000", "--minutes", "0.03") == 0
     assert time.monotonic() - start < 60
     assert "the time of 0.03 minutes was over" in capsys.readouterr().out
+
+
+KILLED = """
+import os, random, signal, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch
+torch.set_num_threads(1)
+from gradfilter.models._torchvision import library
+library("torchmetrics", "train").classification
+library("torchvision.transforms.v2", "train")
+from gradfilter import cli
+import gradfilter.training.job
+out, kills, options = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+rng, done, runs = random.Random(0), 0, 0
+
+def child(folder):
+    pid = os.fork()
+    if not pid:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        begun = os.path.exists(f"{folder}/config.json")
+        how = ["--resume", folder] if begun else [*options, "--out", folder]
+        os._exit(cli.main(["train", *how]))
+    return pid
+
+begun = time.monotonic()
+assert os.waitpid(child(f"{out}/whole"), 0)[1] == 0
+takes = time.monotonic() - begun
+while done < kills:
+    runs += 1
+    while True:
+        pid = child(f"{out}/killed-{runs}")
+        time.sleep(rng.random() * takes)
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            break
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        done += 1
+        if done == kills:
+            assert os.waitpid(child(f"{out}/killed-{runs}"), 0)[1] == 0
+            break
+print(done, runs)
+"""
+
+
+def test_killed_at_random_moments_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
+    """GRADFILTER_KILLS=200 for as many kills; a run here has 60 steps in 6 epochs."""
+    kills = os.environ.get("GRADFILTER_KILLS", "6")
+    options = [*SMALL, "--data", "digits", "--shots", "4", "--epochs", "6", "--layers", "last:3"]
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), kills, *options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == kills
+    killed = list(tmp_path.glob("killed-*"))
+    assert len(killed) == int(done.stdout.split()[1])
+    for folder in killed:
+        assert_same(weights(tmp_path / "whole"), weights(folder))
+        assert_same(weights(tmp_path / "whole", "best"), weights(folder, "best"))

@@ -25,9 +25,7 @@ Enough = Callable[[Tensor, Tensor], int]
 those are too few to tell."""
 
 DENSE = 384  # Gram matrices up to this size are decomposed as a whole
-BLOCK = 32  # directions iterated at first in larger ones
-SPARE = 3  # iterated directions per wanted one: what decides how fast the wanted ones converge
-ROUNDS = 12
+BLOCK = 16  # directions that a round adds in larger ones
 CONVERGED = 1e-4
 
 
@@ -115,22 +113,31 @@ def _energy(x: Tensor) -> Tensor:
 
 
 def _by_iteration(x: Tensor, mode: int, enough: Enough) -> Tensor | None:
-    """Subspace iteration with spare directions; None where decomposing the whole Gram matrix is cheaper."""
-    size, block, total = x.shape[mode], BLOCK, _energy(x)
-    image = random_start(size, block, x)
-    for _ in range(ROUNDS):
-        basis = orthonormal(image)
-        image = _image(x, mode, basis)
+    """Block Krylov iteration; None where decomposing the whole Gram matrix is cheaper.
+
+    Every round adds the image of the directions that the last one added, so few rounds are enough, and few
+    columns: subspace iteration throws away what it has seen before.
+    """
+    size, most, total = x.shape[mode], min(x.shape[mode], other_modes(x, mode)) // 3, _energy(x)
+    basis = orthonormal(random_start(size, BLOCK, x))
+    image = _image(x, mode, basis)
+    while True:
         values, turn = (t.flip(-1) for t in torch.linalg.eigh(basis.t() @ image))
         rank = enough(values, total)
-        if SPARE * rank > block:
-            block = max(2 * block, SPARE * rank if rank <= block else 0)
-            if block > min(size, other_modes(x, mode)) // 3:
-                return None
-            image = torch.cat([image, random_start(size, block - image.shape[1], x)], 1)
-            continue
-        wanted: Tensor = basis @ turn[:, :rank]
-        misfit = image @ turn[:, :rank] - wanted * values[:rank]
-        if misfit.norm() <= CONVERGED * values[0]:
-            return wanted
-    return None
+        if rank < len(values):
+            wanted: Tensor = basis @ turn[:, :rank]
+            misfit = image @ turn[:, :rank] - wanted * values[:rank]
+            if misfit.norm() <= CONVERGED * values[0]:
+                return wanted
+        if basis.shape[1] + BLOCK > most:
+            return None
+        added = _orthogonal_to(basis, image[:, -BLOCK:])
+        basis = torch.cat([basis, added], 1)
+        image = torch.cat([image, _image(x, mode, added)], 1)
+
+
+def _orthogonal_to(basis: Tensor, columns: Tensor) -> Tensor:
+    """An orthonormal basis of what the columns add; twice, for the digits that the first time loses."""
+    for _ in range(2):
+        columns = orthonormal(columns - basis @ (basis.t() @ columns))
+    return columns
