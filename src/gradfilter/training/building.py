@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from ..errors import GradFilterError, WeightsError
 from ..methods import GradientFilter, Method
 from ..methods.text import method_from
 from ..models import build
+from ..models._pretrained import download_weights, find_weights
 from ..plans import Plan
 from ..program import accelerate_
 from ..surgery import apply_
@@ -22,16 +24,25 @@ __all__ = ["built", "example_of", "make_ready_", "plan_of"]
 
 def built(config: Config, classes: int) -> nn.Module:
     """The model of a job, its new weights drawn from the seed."""
-    weights = None if config.weights == "none" else config.weights
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        try:
-            model = build(config.model, classes=classes, weights=weights)
-        except WeightsError as error:
-            hint = " Or start afresh with --weights none --layers all." if weights == "auto" else ""
-            raise WeightsError(f"{error}{hint}") from None
+        model = build(config.model, classes=classes, weights=_weights(config))
     ready: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return ready
+
+
+def _weights(config: Config) -> str | Path | None:
+    if config.weights != "auto":
+        return None if config.weights == "none" else config.weights
+    encoder = config.model.rpartition("/")[2]  # of a segmentation model
+    try:
+        return find_weights(encoder)
+    except WeightsError as error:
+        if config.download:
+            return download_weights(encoder)
+        raise WeightsError(
+            f"{error} Or fetch torchvision's with --download, or start afresh: --weights none --layers all."
+        ) from None
 
 
 def plan_of(config: Config, model: nn.Module) -> Plan:

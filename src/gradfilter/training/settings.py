@@ -79,7 +79,7 @@ class Config(Loop):
     Args:
         data: digits, a folder, a file, the name of a data set, or KIND:PATH (docs/data.md)
         task: classify or segment, for data that serves both
-        download: fetch the data if it is not there
+        download: fetch data and weights that are not there
         holdout: the part of each class that is held out for the test, where the data has no test part
         shots: so many samples of each class only; 0 for all
         partition: train on one client's part of the data: "shards" or "dirichlet"
