@@ -194,6 +194,29 @@ def test_interrupted_and_resumed_gives_the_same_bits(
     assert losses[0] == losses[1]
 
 
+def test_resumed_from_pretrained_weights_and_cached_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradfilter.training.loop import Training
+
+    assert train(tmp_path / "first", *STEPS, "--seed", "7", "--epochs", "1") == 0
+    options = [
+        *STEPS,
+        "--weights",
+        str(tmp_path / "first"),
+        "--augment",
+        "false",
+        "--method",
+        "SparseUpdate(0.5)",
+    ]
+    assert train(tmp_path / "whole", *options) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "_take_step", interrupting(13))
+        assert train(tmp_path / "stopped", *options) == 130
+    assert run("train", "--resume", tmp_path / "stopped") == 0
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "stopped"))
+
+
 def test_another_seed_is_another_training(tmp_path: Path) -> None:
     for seed in (0, 1):
         assert train(tmp_path / str(seed), *STEPS, "--epochs", "1", "--seed", seed) == 0

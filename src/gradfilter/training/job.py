@@ -21,7 +21,6 @@ from ..errors import GradFilterError
 from ..plans import DOES_NOT_RUN, Plan, format_bytes
 from ..program import split
 from ..progress import Tell, silent
-from . import checkpoint
 from .building import built, example_of, make_ready_, plan_of
 from .loop import History, Samples, Training
 from .processes import is_first, together
@@ -142,8 +141,7 @@ def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = pri
         raise GradFilterError(
             f"{config.data} is not what it was when {folder} was begun: its classes have changed; start anew."
         )
-    has_weights = checkpoint.read(run.checkpoint) is not None
-    model = built(replace(config, weights="none") if has_weights else config, len(data.classes))
+    model = built(config, len(data.classes))  # as at the start: methods and caches look at the first weights
     plan = plan_of(config, model)
     make_ready_(model, plan, config)
     return _introduced(Job(config, data, model, plan, run, said, tell), say)
