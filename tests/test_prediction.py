@@ -89,13 +89,20 @@ def halves(size: tuple[int, int]) -> Any:
     return picture
 
 
+def in_a_square(picture: Any) -> Tensor:
+    side = max(picture.size)
+    whole = plain("green", (side, side))
+    whole.paste(picture, (0, 0))
+    return tensor(whole)
+
+
 @pytest.mark.parametrize("size", [(40, 24), (24, 40), (7, 5), (64, 64)])
 @pytest.mark.parametrize("at_once", [1, 2**24])
 def test_masks_have_the_size_of_their_picture(
     size: tuple[int, int], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prediction, "_AT_ONCE", at_once)  # one class at a time gives the same
-    (found,) = predict(Colours(pixels=True), [("a", halves(size))], tensor, NAMES, "segment")
+    (found,) = predict(Colours(pixels=True), [("a", halves(size))], in_a_square, NAMES, "segment")
     assert isinstance(found, Mask)
     assert found.classes.shape == (size[1], size[0])
     assert (found.classes[:, : size[0] // 3] == 0).all()
@@ -193,7 +200,7 @@ def test_errors_are_sentences() -> None:
         list(predict(Colours(), [], tensor, NAMES, task))
     with pytest.raises(GradFilterError, match="there are 4 classes"):
         list(predict(Colours(), [("a", plain("red"))], tensor, [*NAMES, "black"], "classify"))
-    with pytest.raises(GradFilterError, match="use task='classification'"):
+    with pytest.raises(GradFilterError, match="use task='classify'"):
         list(predict(Colours(), [("a", plain("red"))], tensor, NAMES, "segment"))
-    with pytest.raises(GradFilterError, match="use task='segmentation'"):
+    with pytest.raises(GradFilterError, match="use task='segment'"):
         list(predict(Colours(pixels=True), [("a", plain("red"))], tensor, NAMES, "classify"))

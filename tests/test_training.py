@@ -268,7 +268,7 @@ def test_fit_leaves_a_plain_model_behind(tmp_path: Path) -> None:
     [
         ({"epoch": 3}, "fit has no setting epoch. Did you mean epochs?"),
         ({"epochs": 0}, "epochs must be at least 1, not 0."),
-        ({"lr": -1.0}, "lr must not be negative, but is -1.0."),
+        ({"lr": -1.0}, "lr must be at least 0, not -1.0."),
         ({"resume": True, "folder": "nowhere"}, "There is no checkpoint in nowhere to go on from"),
         ({"train": []}, "The training set is empty."),
         ({"task": gf.Classification(3)}, "but there are 3 classes, one score each; build it with classes=3."),

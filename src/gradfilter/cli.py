@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gradfilter: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        print(f"gradfilter: {stop or 'interrupted'}", file=sys.stderr)
+        print(f"gradfilter: {stop.args[0] if stop.args else 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `gradfilter models | head`: nobody reads on, and that is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

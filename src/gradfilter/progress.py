@@ -26,15 +26,16 @@ class Progress:
         self._quiet, self._is_terminal = quiet, sys.stderr.isatty()
         self._task = ""
         self._begun = self._told = 0.0
-        self._first = 0
+        self._first = self._last = 0
 
     def __call__(self, task: str, step: int, steps: int) -> None:
         now = time.monotonic()
-        if task != self._task or step < self._first:
+        if task != self._task or step <= self._last:  # the same again, for another set
             self._task, self._begun, self._first, self._told = task, now, step, 0.0
             if not self._is_terminal:
                 self._write(f"{task} ({steps}) ...\n")
                 self._told = now
+        self._last = step
         if now - self._told >= (ON_TERMINAL if self._is_terminal else IN_FILE):
             self._told = now
             line = f"{task}: {step} of {steps}{self._pace(now, step, steps)}"
