@@ -155,6 +155,17 @@ def test_every_arm_runs_on_a_model_that_can_be_traced() -> None:
     assert rows["filter+prefix+cache"]["forward_ms"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:This processor has no dot products")
+def test_arms_in_int8_say_how_far_their_features_move() -> None:
+    record = step.measure(TINY, ("exact", *step.ON_REQUEST), memory=False, one_process=True)
+    rows = by_name(record)
+    assert "int8" not in rows["exact"]
+    for name in step.ON_REQUEST:
+        assert "relative error" in rows[name]["int8"]
+        assert f"{name}: int8 prefix: features with relative error" in report.text(record)
+    assert rows["filter+int8"]["kept_bytes"] < rows["exact"]["kept_bytes"]
+
+
 def test_an_arm_that_the_model_does_not_allow_has_the_reason(
     program: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,8 @@ the chains of an ``InvertedResidual``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,8 +19,6 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .calls import conv_geometry
-from .geometry import ConvGeometry
 from .inverted import Block, find_blocks
 from .methods import Exact, Method
 from .modules import CONVOLUTIONS, LAYERS, NORMS, AdaptedLayer
@@ -27,7 +26,9 @@ from .ops.fused import HARDSWISH, NONE, RELU, SILU, Activation, FusedConv, activ
 from .ops.inverted_residual import InvertedResidual
 from .ops.layer import Call, Followers, run_layer
 
-__all__ = ["Step", "describe", "make_steps", "why_unsafe"]
+__all__ = ["Step", "Values", "describe", "make_steps", "run_steps", "why_unsafe"]
+
+Values = dict[Node, Any]
 
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 IN_PLACE = {
@@ -113,10 +114,15 @@ class Chain:
         return self.add or self.conv  # the other term of a sum may be made after the convolution
 
 
-def make_steps(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[Step]:
-    """What to do, in order; the nodes in ``frozen`` need no gradient, and come first."""
-    chains = _chains(graph, modules, frozen)
-    blocks = {block.project.starts: block for block in find_blocks(chains, modules, frozen)}
+def make_steps(
+    graph: Graph, modules: dict[str, Any], frozen: set[Node], apart: AbstractSet[Node] = frozenset()
+) -> list[Step]:
+    """What to do, in order; the nodes in ``frozen`` need no gradient, and come first.
+
+    Those of them in ``apart`` come before the others, run with none of the others, and not in blocks.
+    """
+    chains = _chains(graph, modules, frozen, apart)
+    blocks = {block.project.starts: block for block in find_blocks(chains, modules, frozen - apart)}
     in_blocks = {chain.conv for block in blocks.values() for chain in block.chains.values()}
     starts = {chain.starts: chain for chain in chains if chain.conv not in in_blocks}
     inside = {node for chain in chains for node in chain.nodes}
@@ -131,7 +137,7 @@ def make_steps(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list
         else:
             step = _plain_step(node, modules, made, frozen)
         made[step.node] = step
-    steps = sorted(made.values(), key=lambda step: step.node not in frozen)  # what is frozen runs first
+    steps = sorted(made.values(), key=lambda step: (step.node not in apart, step.node not in frozen))
     _note_last_reads(steps, graph, frozen)
     return steps
 
@@ -168,15 +174,24 @@ def _may_be_a_view(node: Node, modules: dict[str, Any]) -> bool:
     return node.op != "call_method" or _written(node, modules) is None
 
 
-def describe(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[list[str]]:
-    """Of every convolution: its name, what runs with it, and why no more does."""
-    made, blocks = [], find_blocks(_chains(graph, modules, frozen), modules, frozen)
+def describe(
+    graph: Graph,
+    modules: dict[str, Any],
+    frozen: set[Node],
+    apart: AbstractSet[Node] = frozenset(),
+    in_int8: Container[str] = (),
+) -> list[list[str]]:
+    """Of every convolution: its name, what runs with it, and why no more does.
+
+    in_int8: the names of values that convolutions of ``apart`` read in int8.
+    """
+    made, blocks = [], find_blocks(_chains(graph, modules, frozen, apart), modules, frozen - apart)
     roles = {chain.conv: role for block in blocks for role, chain in block.chains.items()}
     for node in graph.nodes:
         module = modules[str(node.target)] if node.op == "call_module" else None
         if not isinstance(module, CONVOLUTIONS):
             continue
-        chain = _chain(node, modules, frozen)
+        chain = _chain(node, modules, apart if node in apart else frozen)
         if chain is None:
             made.append(
                 [str(node.target), "conv", _why_alone(module) or "trains without a method of gf.apply_"]
@@ -184,6 +199,8 @@ def describe(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[l
             continue
         parts = {"norm": chain.norm, "sum": chain.add, chain.kind.name: chain.activation}
         begins = f"inverted residual: {roles[node]}" if node in roles else "conv"
+        if node in apart and getattr(node.args[0], "name", None) in in_int8:
+            begins = "int8 conv"
         how = " + ".join([begins, *(name for name, part in parts.items() if part is not None)])
         made.append([str(node.target), how, "" if chain.norm else _why_no_norm(node, modules)])
     return made
@@ -197,11 +214,14 @@ def _why_no_norm(conv: Node, modules: dict[str, Any]) -> str:
     return "its norm uses batch statistics" if module.training else "its norm trains"
 
 
-def _chains(graph: Graph, modules: dict[str, Any], frozen: set[Node]) -> list[Chain]:
-    return [chain for node in graph.nodes if (chain := _chain(node, modules, frozen)) is not None]
+def _chains(
+    graph: Graph, modules: dict[str, Any], frozen: set[Node], apart: AbstractSet[Node]
+) -> list[Chain]:
+    found = (_chain(node, modules, apart if node in apart else frozen) for node in graph.nodes)
+    return [chain for chain in found if chain is not None]
 
 
-def _chain(conv: Node, modules: dict[str, Any], frozen: set[Node]) -> Chain | None:
+def _chain(conv: Node, modules: dict[str, Any], frozen: AbstractSet[Node]) -> Chain | None:
     """The chain that begins with this node, if it is a convolution that can be fused."""
     module = modules[str(conv.target)] if conv.op == "call_module" else None
     if _why_alone(module) or not (conv in frozen or hasattr(module, "gradfilter_method")):
@@ -235,7 +255,7 @@ def _why_alone(module: Any) -> str:
     return f"padding={module.padding!r}" if isinstance(module.padding, str) else ""
 
 
-def _is_constant(node: Node, modules: dict[str, Any], frozen: set[Node]) -> bool:
+def _is_constant(node: Node, modules: dict[str, Any], frozen: AbstractSet[Node]) -> bool:
     """A batch norm that is the same scale and shift at every step."""
     if node.op != "call_module":
         return False
@@ -250,7 +270,7 @@ def _only_reader(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _sum_behind(last: Node, conv: Node, frozen: set[Node]) -> Node | None:
+def _sum_behind(last: Node, conv: Node, frozen: AbstractSet[Node]) -> Node | None:
     """The residual sum that reads the chain so far; oneDNN adds it on the way where nothing has gradients."""
     add = _only_reader(last)
     if add is None or add not in frozen or not is_sum(add):
@@ -302,7 +322,7 @@ def _one_by_one(stages: list[Callable[..., Tensor]], x: Tensor, *other: Tensor) 
 
 
 def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor) -> Tensor:
-    if x.dim() == 4 and tuple(other.shape) == _geometry(fused, x).y_shape and other.dtype == x.dtype:
+    if x.dim() == 4 and tuple(other.shape) == fused.geometry(x).y_shape and other.dtype == x.dtype:
         return fused.frozen(x, other)
     alone = FusedConv(fused.conv, fused.norm)
     return fused.activation.run_(alone.frozen(x) + other)
@@ -322,17 +342,11 @@ def _trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
 
 def _run_trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
     conv: Any = fused.conv
-    geometry = _geometry(fused, x)
+    geometry = fused.geometry(x)
     method: Method = conv.gradfilter_method
     method = Exact() if method.refuses(geometry) else method
     call = Call(fused.trained, geometry, method, conv.gradfilter_memory, 1, followers)
     return run_layer(x, conv.weight, conv.bias, call)
-
-
-def _geometry(fused: FusedConv, x: Tensor) -> ConvGeometry:
-    conv: Any = fused.conv
-    settings = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    return conv_geometry(tuple(x.shape), conv.out_channels, conv.kernel_size, *settings)
 
 
 def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], frozen: set[Node]) -> Step:
@@ -371,6 +385,17 @@ def _attribute(root: nn.Module, path: str) -> Any:
 
 def _method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(owner, name)(*args, **kwargs)
+
+
+def run_steps(steps: list[Step], values: Values) -> None:
+    """Take the steps: their values are added to ``values``, and those that nobody reads any more removed."""
+    for step in steps:
+        args = [values[a] if isinstance(a, Node) else map_arg(a, values.__getitem__) for a in step.args]
+        kwargs = step.kwargs and map_arg(step.kwargs, values.__getitem__)
+        values[step.node] = step.run(*args, **kwargs)
+        del args
+        for node in step.done:
+            del values[node]
 
 
 def _note_last_reads(steps: list[Step], graph: Graph, frozen: set[Node]) -> None:

@@ -1,7 +1,8 @@
 """A faster way to run a model: traced once, convolutions fused with what follows, no graph where frozen.
 
 The model stays the owner of every number: parameters, state dict and modules are what they were. Results
-differ from the plain model's by rounding. What cannot be traced, or has hooks, runs as ever.
+differ from the plain model's by rounding, or by that of int8 if asked for. What cannot be traced, or has
+hooks, runs as ever.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .allocator import keep_freed_memory
 from .errors import GradFilterError
-from .fusion import Step, describe, make_steps, why_unsafe
+from .fusion import Step, Values, describe, make_steps, run_steps, why_unsafe
+from .int8_prefix import Calibration, FeatureChange, Int8Prefix, check_serves
 from .modules import LAYERS, NORMS, RegionModule, region_class
 from .plans import table
 from .region import region
@@ -31,10 +33,9 @@ from .region import region
 __all__ = ["Acceleration", "Split", "accelerate_", "acceleration", "split"]
 
 Model = TypeVar("Model", bound=nn.Module)
-Values = dict[Node, Any]
 
 
-def accelerate_(model: Model) -> Model:
+def accelerate_(model: Model, *, prefix: Literal["float", "int8"] = "float", calibration: int = 4) -> Model:
     """Run the model fused from now on, trained layers included; returns the model. ``restore_`` undoes it.
 
     Batch norms with fixed statistics are folded into their convolutions, activations and residual sums run
@@ -49,23 +50,46 @@ def accelerate_(model: Model) -> Model:
     >>> before = model(x)
     >>> torch.allclose(before, gf.accelerate_(model)(x), atol=1e-5)
     True
+
+    Args:
+        prefix: "int8" runs the convolutions before the first trained layer in int8, which is not exact:
+            ``acceleration`` tells how far their features move. Where a gradient of the input is asked for,
+            they run in float.
+        calibration: how many calls of an int8 prefix run in float, to see the ranges of its maps. It begins
+            anew when its weights change.
     """
     if any("gradfilter_program" in module.__dict__ for module in model.modules()):
         raise GradFilterError("The model is accelerated already; gf.restore_(model) undoes that.")
-    if not _accelerate(model):
+    if prefix not in ("float", "int8"):
+        raise GradFilterError(f'prefix must be "float" or "int8", not {prefix!r}.')
+    if prefix == "int8":
+        _check_int8(model, calibration)
+    if not _accelerate(model, calibration if prefix == "int8" else 0):
         raise GradFilterError(f"Nothing in {type(model).__name__} can be traced: {_why_untraceable(model)}")
     keep_freed_memory()
     return model
 
 
-def _accelerate(module: nn.Module) -> bool:
+def _check_int8(model: nn.Module, calibration: int) -> None:
+    if not isinstance(calibration, int) or calibration < 1:
+        raise GradFilterError(f"calibration must be a whole number of at least 1, not {calibration!r}.")
+    if why := _why_untraceable(model):
+        raise GradFilterError(
+            f"{type(model).__name__} can have no int8 prefix, because it cannot be traced as a whole: {why}"
+        )
+    graph, modules = _trace(model), dict(model.named_modules())
+    called = [modules[str(node.target)] for node in _prefix_nodes(graph, modules) if node.op == "call_module"]
+    check_serves([module for module in called if isinstance(module, nn.Conv2d)])
+
+
+def _accelerate(module: nn.Module, calibration: int) -> bool:
     """This module if it can be traced, else the largest of its parts that can."""
     if not any(module.children()) or "gradfilter_program" in module.__dict__:
         return False
     if _why_untraceable(module):
-        done = [_accelerate(child) for child in module.children()]
+        done = [_accelerate(child, calibration) for child in module.children()]
         return any(done)
-    module.__dict__["gradfilter_program"] = Program()
+    module.__dict__["gradfilter_program"] = Program(calibration)
     base: Any = type(module)
     module.__class__ = region_class(base, Accelerated)
     return True
@@ -80,12 +104,18 @@ def _why_untraceable(module: nn.Module) -> str:
 
 
 class Acceleration(NamedTuple):
-    """One row per convolution of an accelerated model: its name, what runs with it, and why no more does."""
+    """One row per convolution of an accelerated model: its name, what runs with it, and why no more does.
+
+    int8: what is to be said of an int8 prefix; features: how far it moves them, if it is calibrated.
+    """
 
     rows: list[list[str]]
+    int8: str = ""
+    features: FeatureChange | None = None
 
     def __str__(self) -> str:
-        return table([["layer", "runs as", "why no more"], *self.rows])
+        rows = table([["layer", "runs as", "why no more"], *self.rows])
+        return f"{rows}\n{self.int8}" if self.int8 else rows
 
 
 def acceleration(model: nn.Module) -> Acceleration:
@@ -103,12 +133,22 @@ def acceleration(model: nn.Module) -> Acceleration:
     rows = []
     for name, module in model.named_modules():
         if "gradfilter_program" in module.__dict__:
-            graph, modules = _trace(module), dict(module.named_modules())
-            found = describe(graph, modules, _frozen_nodes(graph, modules, set()))
+            found = _describe(module)
             rows += [[f"{name}.{row[0]}" if name else row[0], *row[1:]] for row in found]
     if not rows:
         raise GradFilterError("The model is not accelerated; call gf.accelerate_ first.")
-    return Acceleration(rows)
+    whole = model.__dict__.get("gradfilter_program")
+    int8: Calibration | None = whole and whole.calibration
+    return Acceleration(rows, str(int8), int8.change) if int8 else Acceleration(rows)
+
+
+def _describe(module: nn.Module) -> list[list[str]]:
+    graph, modules = _trace(module), dict(module.named_modules())
+    int8: Calibration | None = module.__dict__["gradfilter_program"].calibration
+    if int8 is None:
+        return describe(graph, modules, _frozen_nodes(graph, modules, set()))
+    prefix = _prefix_nodes(graph, modules)
+    return describe(graph, modules, prefix, apart=prefix, in_int8=int8.kept)
 
 
 class Accelerated(RegionModule):
@@ -159,10 +199,12 @@ def split(model: nn.Module) -> Split:
         raise GradFilterError("There is no frozen prefix: the first layer of the model trains.")
     if not ready.tail:
         raise GradFilterError("There is no tail: nothing in the model trains; call gf.apply_ first.")
+    program.check_calibrated()
 
     def prefix(x: Tensor) -> tuple[Tensor, ...]:
         values: Values = dict(zip(ready.inputs, [x], strict=True))
         ready.run_prefix(values)
+        program.check_calibrated()  # it begins anew with other weights
         features = tuple(values[node] for node in border)
         if not all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in features):
             raise GradFilterError(f"{name} cannot be split: its trained part reads sizes of its frozen part.")
@@ -190,6 +232,7 @@ class Ready:
     frozen: list[Node]
     prefix: list[Step]
     tail: list[Step]
+    calibration: Calibration | None
 
     def __post_init__(self) -> None:
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -198,6 +241,7 @@ class Ready:
         made = {*self.inputs, *(step.node for step in self.prefix)}
         read = [node for step in self.tail for node in step.reads] + self.output.all_input_nodes
         self.border = [node for node in dict.fromkeys(read) if node in made]
+        self._int8 = self.calibration and Int8Prefix(self.prefix, self.border, self.calibration)
 
     def run(self, values: Values) -> Any:
         self.run_prefix(values)
@@ -205,11 +249,14 @@ class Ready:
 
     def run_prefix(self, values: Values) -> None:
         with torch.no_grad():
-            _run(self.prefix, values)
+            if self._int8:
+                self._int8.run(values)
+            else:
+                run_steps(self.prefix, values)
 
     def run_tail(self, values: Values) -> Any:
         with region() if self.has_methods and torch.is_grad_enabled() else nullcontext():
-            _run(self.tail, values)
+            run_steps(self.tail, values)
         return _filled(self.output.args[0], values)
 
     def prefix_tensors(self) -> list[Tensor]:
@@ -219,6 +266,7 @@ class Ready:
 
     def signature(self) -> str:
         lines = [f"{node.format_node()} {module}" for node, module in self._owners()]
+        lines += self.calibration.signature() if self.calibration else []
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def _owners(self) -> list[tuple[Node, Any]]:
@@ -241,23 +289,17 @@ def _filled(value: Any, values: Values) -> Any:
     )
 
 
-def _run(steps: list[Step], values: Values) -> None:
-    for step in steps:
-        args = [values[a] if isinstance(a, Node) else map_arg(a, values.__getitem__) for a in step.args]
-        kwargs = step.kwargs and map_arg(step.kwargs, values.__getitem__)
-        values[step.node] = step.run(*args, **kwargs)
-        del args
-        for node in step.done:
-            del values[node]
-
-
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
 
 class Program:
-    """A module's traces and steps, made when they are first needed; a copy starts anew."""
+    """A module's traces and steps, made when they are first needed; a copy starts anew.
 
-    def __init__(self) -> None:
+    calls: those that calibrate an int8 prefix; without one if there are none.
+    """
+
+    def __init__(self, calls: int = 0) -> None:
+        self.calibration = Calibration(calls) if calls else None
         self._ready: dict[Any, Ready] = {}
         self._owner: weakref.ref[nn.Module] | None = None
         self._modules: list[nn.Module] = []
@@ -265,10 +307,14 @@ class Program:
         self._hooks: list[Any] = []
 
     def __deepcopy__(self, memo: Any) -> Program:
-        return Program()
+        return Program(*self.__reduce__()[1])
 
     def __reduce__(self) -> Any:
-        return Program, ()
+        return Program, (self.calibration.calls if self.calibration else 0,)
+
+    def check_calibrated(self) -> None:
+        if self.calibration:
+            self.calibration.check_complete()
 
     def ready(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ready | None:
         """The steps for such a call; None where the module's own forward has to run."""
@@ -290,7 +336,7 @@ class Program:
         )
         ready = self._ready.get(key)
         if ready is None:
-            ready = self._ready[key] = _make_ready(module, args)
+            ready = self._ready[key] = _make_ready(module, args, self.calibration)
         return ready if len(ready.inputs) == len(args) else None
 
 
@@ -300,16 +346,23 @@ def _hooks(modules: list[nn.Module]) -> list[Any]:
     return [module.__dict__[name] for module in modules for name in names]
 
 
-def _make_ready(module: nn.Module, args: tuple[Any, ...]) -> Ready:
+def _make_ready(module: nn.Module, args: tuple[Any, ...], calibration: Calibration | None) -> Ready:
     graph = _trace(module)
     modules: dict[str, Any] = dict(module.named_modules())
     given = [node for node in graph.nodes if node.op == "placeholder"]
     moving = {n for n, a in zip(given, args, strict=False) if torch.is_grad_enabled() and a.requires_grad}
     frozen = _frozen_nodes(graph, modules, moving)
-    steps = make_steps(graph, modules, frozen)
-    prefix = [step for step in steps if step.node in frozen]
+    apart = frozen & _prefix_nodes(graph, modules) if calibration else set()
+    steps = make_steps(graph, modules, frozen, apart)
+    prefix = [step for step in steps if step.node in (apart if calibration else frozen)]
     ordered = [node for node in graph.nodes if node in frozen]
-    return Ready(graph, modules, ordered, prefix, steps[len(prefix) :])
+    return Ready(graph, modules, ordered, prefix, steps[len(prefix) :], calibration)
+
+
+def _prefix_nodes(graph: Graph, modules: dict[str, Any]) -> set[Node]:
+    """What is frozen while the model trains: int8 changes its values, so the same ones in evaluation."""
+    with torch.enable_grad():
+        return _frozen_nodes(graph, modules, set())
 
 
 def _frozen_nodes(graph: Graph, modules: dict[str, Any], moving: set[Node]) -> set[Node]:

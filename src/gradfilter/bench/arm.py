@@ -4,7 +4,8 @@ An arm is a way to train, and what is added to it:
 
 - ``inference``: no training; ``exact-all``: plain PyTorch, all layers; ``exact``: plain PyTorch, the selected
   layers; ``filter``: the selected layers with ``GradientFilter``, or the method that is asked for;
-- ``+prefix``: with ``gf.accelerate_``; ``+cache``: from the features of the frozen prefix, computed before.
+- ``+prefix``: with ``gf.accelerate_``; ``+int8``: with that and its int8 prefix; ``+cache``: from
+  the features of the frozen prefix, computed before.
 
 Every model is in eval mode and channels-last, so batch norms are fixed and dropout is off in all arms.
 """
@@ -147,6 +148,10 @@ class Arm:
         ):
             raise GradFilterError("the first layer trains, so there is no frozen prefix to keep features of")
         self.model = _prepared(copy.deepcopy(case.model), kind, extras, self.plan)
+        self.in_int8 = "int8" in extras
+        if self.in_int8:
+            with torch.no_grad():
+                self.model(case.images)  # the calibration
         self.forward = self._from_features() if self.cached else partial(self.model, case.images)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         # A small rate: the weights, and so the times, shall stay as they are.
@@ -196,6 +201,14 @@ class Arm:
         backward = sum(cost.backward_macs for cost in costs) if self.trains else 0
         return {"forward": sum(cost.forward_macs for cost in costs), "backward": backward}
 
+    def rounding(self) -> dict[str, str]:
+        """How far int8 moves the features."""
+        if not self.in_int8:
+            return {}
+        from ..program import acceleration
+
+        return {"int8": acceleration(self.model).int8}
+
     def held_bytes(self) -> int:
         """Bytes of gradients and optimizer state."""
         if self.optimizer is None:
@@ -230,6 +243,10 @@ def _prepared(model: nn.Module, kind: str, extras: list[str], planned: Plan) -> 
         from ..program import accelerate_
 
         accelerate_(model)
+    if "int8" in extras:
+        from ..program import accelerate_
+
+        accelerate_(model, prefix="int8", calibration=1)
     return model
 
 
@@ -244,10 +261,10 @@ def _logits(output: Any) -> Tensor:
 
 
 def facts(name: str, case: Case) -> tuple[Arm | None, dict[str, Any]]:
-    """An arm, and its kept bytes and multiply-adds; None, and why the model does not allow it."""
+    """An arm, its kept bytes, multiply-adds and rounding; None, and why the model does not allow it."""
     with case.settings.in_memory(name):
         try:
             arm = Arm(name, case)
-            return arm, {"kept_bytes": arm.kept_bytes(), "macs": arm.macs()}
+            return arm, {"kept_bytes": arm.kept_bytes(), "macs": arm.macs()} | arm.rounding()
         except GradFilterError as error:
             return None, {"unavailable": str(error)}

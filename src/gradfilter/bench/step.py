@@ -19,7 +19,7 @@ from .memory import peak_of_step
 from .timing import Interval, in_turn, median_of, ratio_of
 from .worker import Worker
 
-__all__ = ["ARMS", "BASELINES", "cells", "lines", "measure", "notes"]
+__all__ = ["ARMS", "BASELINES", "ON_REQUEST", "cells", "lines", "measure", "notes"]
 
 ARMS = (
     "inference",
@@ -32,6 +32,7 @@ ARMS = (
     "exact+cache",
     "filter+prefix+cache",
 )
+ON_REQUEST = ("inference+int8", "exact+int8", "filter+int8")  # their results are not those of the others
 BASELINES = ("inference", "exact", "exact+prefix")
 PARTS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
@@ -48,10 +49,11 @@ def measure(
     Each arm has a process of its own and they take turns, unless all shall be in one: that needs less memory,
     but what one arm leaves to the allocator then speeds up or slows down the others.
     """
+    known = (*ARMS, *ON_REQUEST)
     for name in arms:
-        if name not in ARMS:
+        if name not in known:
             raise GradFilterError(
-                f"There is no arm {name}; choose among {', '.join(ARMS)}.{nearest(name, ARMS)}"
+                f"There is no arm {name}; choose among {', '.join(known)}.{nearest(name, known)}"
             )
     with settings.in_memory(arms[0]):
         case = Case(settings)
@@ -157,6 +159,7 @@ def notes(record: dict[str, Any]) -> list[str]:
     made = [
         f"{row['name']}: unavailable: {row['unavailable']}" for row in record["arms"] if "unavailable" in row
     ]
+    made += [f"{row['name']}: {row['int8']}" for row in record["arms"] if "int8" in row]
     peaks = {row["peak_bytes"] for row in record["arms"] if isinstance(row.get("peak_bytes"), str)}
     made += [f"Peak memory: {reason}" for reason in sorted(peaks)]
     return [*made, f"Energy: {record['energy_meter']}"]

@@ -25,6 +25,7 @@ examples:
     "step": """\
 arms: inference, inference+prefix, exact-all, exact, filter, exact+prefix, filter+prefix, exact+cache and
   filter+prefix+cache. +prefix is gf.accelerate_; +cache starts from features of the frozen layers.
+  Only if asked for: inference+int8, exact+int8, filter+int8, with gf.accelerate_(model, prefix="int8").
 
 examples:
   gradfilter bench step resnet18 --layers last:4 --patch 2

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..calls import conv_geometry
+from ..geometry import ConvGeometry
 from .activation import Gate, Slope, SlopeKind
 from .layout import rows
 
@@ -123,6 +125,12 @@ class FusedConv:
             and torch.backends.mkldnn.is_available()
             and bool(torch.backends.mkldnn.enabled)
         )
+
+    def geometry(self, x: Tensor) -> ConvGeometry:
+        """Of the convolution of x, which has its batch."""
+        conv: Any = self.conv
+        settings = (conv.stride, conv.padding, conv.dilation, conv.groups)
+        return conv_geometry(tuple(x.shape), conv.out_channels, conv.kernel_size, *settings)
 
     def _run(
         self,

@@ -1,6 +1,6 @@
 """Symmetric int8: whole numbers from -127 to 127 times a scale, one for all values or one per row.
 
-The largest value of a scale's own is 127 steps, so nothing is ever cut off.
+The largest value of a scale's own is 127 steps, or as many as are asked for, so nothing is ever cut off.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Int8(NamedTuple):
     scale: Tensor
 
 
-def quantized(x: Tensor, by_row: bool) -> Int8:
+def quantized(x: Tensor, by_row: bool, steps: int = 127) -> Int8:
     """x in int8, with one scale or with one for each entry of its first dimension.
 
     >>> quantized(torch.tensor([[1.0, -2.0], [0.0, 0.0]]), by_row=True).values
     tensor([[  64, -127],
             [   0,    0]], dtype=torch.int8)
     """
-    whole, scale = _whole(x, by_row)
+    whole, scale = _whole(x, by_row, steps)
     return Int8(whole.to(torch.int8), scale)
 
 
@@ -45,7 +45,7 @@ def rounded(x: Tensor, by_row: bool) -> Tensor:
     return whole.mul_(scale).to(x.dtype)
 
 
-def _whole(x: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
+def _whole(x: Tensor, by_row: bool, steps: int = 127) -> tuple[Tensor, Tensor]:
     """Whole numbers, as floats, and their scale: in float32 at least, where halves have too few numbers."""
     wide = x if x.dtype == torch.float64 else x.float()
     dims = list(range(1 if by_row else 0, x.dim()))
@@ -53,7 +53,7 @@ def _whole(x: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
         ones = [len(x) if by_row and d == 0 else 1 for d in range(x.dim())]
         return torch.empty_like(wide), wide.new_ones(ones)
     largest = torch.maximum(wide.amax(dims, keepdim=True), wide.amin(dims, keepdim=True).neg_())
-    scale = largest.div_(127).clamp_(min=torch.finfo(wide.dtype).tiny)
+    scale = largest.div_(steps).clamp_(min=torch.finfo(wide.dtype).tiny)
     return torch.div(wide, scale).round_(), scale
 
 
