@@ -23,17 +23,18 @@ from gradfilter.ops.int8_conv import Bytes, Int8Conv
 
 pytestmark = pytest.mark.filterwarnings("ignore:This processor has no dot products")
 FILTER = gf.GradientFilter(patch=2)
-CLOSE = 0.99  # cosine
+CLOSE = 0.995  # cosine
 
 
 def convolved(conv: nn.Conv2d, activation: nn.Module | None = None) -> nn.Sequential:
     """A convolution with a norm that does something."""
+    nn.init.kaiming_normal_(conv.weight)  # else features would hardly depend on the image
     norm: Any = nn.BatchNorm2d(conv.out_channels)
     norm.running_mean.uniform_(-0.3, 0.3)
     norm.running_var.uniform_(0.3, 1.0)
     nn.init.uniform_(norm.weight, 0.5, 1.5)
     nn.init.uniform_(norm.bias, -0.3, 0.3)
-    return nn.Sequential(conv, norm, activation or nn.Identity())
+    return nn.Sequential(conv, norm, *([] if activation is None else [activation]))
 
 
 class Inverted(nn.Module):
@@ -397,16 +398,14 @@ def test_copies_are_calibrated_anew() -> None:
 
 def test_a_cache_does_not_mix_features(tmp_path: Path) -> None:
     data = [(image, 0) for image in images(6)]
-    model: Any = trained()
+    model = trained()
     exact = gf.FeatureCache(model, data, batch=3, folder=tmp_path)[0][0][0]
     calibrated(model)
     cache = gf.FeatureCache(model, data, batch=3, folder=tmp_path)
-    assert torch.equal(cache[0][0][0], features(model, images(6)[:3])[0])
+    (kept,) = cache.decode([part[None] for part in cache[0][0]])
+    assert torch.equal(kept, features(model, images(6)[:3])[:1])
     assert not torch.equal(cache[0][0][0], exact)
-    found = cache.tail([part[None] for part in cache[0][0]])
-    assert relative(found, model(images(6)[:1])) < 1e-5
-    again = gf.FeatureCache(gf.restore_(model), data, batch=3, folder=tmp_path)
-    assert torch.equal(again[0][0][0], exact)
+    assert relative(cache.tail([part[None] for part in cache[0][0]]), model(images(6)[:1])) < 1e-5
 
 
 def test_the_signature_tells_ranges_apart() -> None:
@@ -440,7 +439,7 @@ def test_a_processor_without_dot_products_is_warned_of(has: bool, monkeypatch: p
         warnings.simplefilter("always")
         gf.accelerate_(trained())
         gf.accelerate_(trained(), prefix="int8")
-    assert ["probably slower than float." in str(one.message) for one in told] == ([] if has else [True])
+    assert ["may be slower than float" in str(one.message) for one in told] == ([] if has else [True])
     assert all(Path(one.filename) == Path(__file__) for one in told), "it is the caller's line"
 
 
@@ -480,9 +479,7 @@ def test_a_model_in_parts_is_refused() -> None:
         gf.accelerate_(model.requires_grad_(False), prefix="int8")
 
 
-def test_without_onednn_it_is_refused() -> None:
-    with (
-        torch.backends.mkldnn.flags(enabled=False),
-        pytest.raises(gf.GradFilterError, match="needs oneDNN"),
-    ):
+def test_without_onednn_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_prefix, "is_available", lambda: False)
+    with pytest.raises(gf.GradFilterError, match="needs oneDNN"):
         gf.accelerate_(trained(), prefix="int8")

@@ -292,6 +292,7 @@ SHARED = {
     ),
     "keyword": lambda m, x: m.b(m.a(input=x)),
     "twice": lambda m, x: m.b(torch.relu(m.b(torch.relu(m.a(x))))),
+    "both terms": lambda m, x: (lambda y: torch.relu(m.b(y.neg()) + m.b(y.sin())))(m.a(x)),
 }
 
 

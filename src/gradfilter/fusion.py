@@ -185,13 +185,15 @@ def describe(
 
     in_int8: the names of values that convolutions of ``apart`` read in int8.
     """
-    made, blocks = [], find_blocks(_chains(graph, modules, frozen, apart), modules, frozen - apart)
+    chains = _chains(graph, modules, frozen, apart)
+    made, blocks = [], find_blocks(chains, modules, frozen - apart)
+    by_conv = {chain.conv: chain for chain in chains}
     roles = {chain.conv: role for block in blocks for role, chain in block.chains.items()}
     for node in graph.nodes:
         module = modules[str(node.target)] if node.op == "call_module" else None
         if not isinstance(module, CONVOLUTIONS):
             continue
-        chain = _chain(node, modules, apart if node in apart else frozen)
+        chain = by_conv.get(node)
         if chain is None:
             made.append(
                 [str(node.target), "conv", _why_alone(module) or "trains without a method of gf.apply_"]
@@ -217,8 +219,14 @@ def _why_no_norm(conv: Node, modules: dict[str, Any]) -> str:
 def _chains(
     graph: Graph, modules: dict[str, Any], frozen: set[Node], apart: AbstractSet[Node]
 ) -> list[Chain]:
-    found = (_chain(node, modules, apart if node in apart else frozen) for node in graph.nodes)
-    return [chain for chain in found if chain is not None]
+    """All chains; of two convolutions whose results are added, one runs with the sum."""
+    found: list[Chain] = []
+    for node in graph.nodes:
+        chain = _chain(node, modules, apart if node in apart else frozen)
+        if chain is not None:
+            taken = chain.add is not None and any(chain.add is other.add for other in found)
+            found.append(Chain(chain.conv, chain.norm, None, None, NONE) if taken else chain)
+    return found
 
 
 def _chain(conv: Node, modules: dict[str, Any], frozen: AbstractSet[Node]) -> Chain | None:

@@ -67,7 +67,7 @@ def check_serves(convs: list[nn.Conv2d]) -> None:
     if not has_dot_products():
         warnings.warn(
             "This processor has no dot products of int8 (VNNI, or dotprod on ARM): the int8 prefix works, "
-            "but is probably slower than float.",
+            "but may be slower than float, and less exact than on one that has them.",
             stacklevel=4,
         )
 
@@ -171,12 +171,12 @@ class Int8Prefix:
     def _repeat(self, steps: list[Step], values: Values, random: Tensor) -> None:
         """The last call in other steps, with the same random numbers, and without a trace in any buffer."""
         modules = [step.run for step in self._steps if isinstance(step.run, nn.Module)]
-        buffers = [(b, b._version, b.clone()) for module in modules for b in module.buffers()]
+        buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(random)
             run_steps(steps, values)
-        for buffer, version, content in buffers:
-            if buffer._version != version:
+        for buffer, content in buffers:
+            if not torch.equal(buffer, content):
                 buffer.copy_(content)
 
     def _in_int8(self, state: list[Any]) -> list[Step]:

@@ -152,12 +152,17 @@ def has_dot_products() -> bool:
 def weight_steps() -> int:
     """How many steps a weight may be: 127, or 64 where two products are first summed in 16 bits, cut off.
 
-    x86 without VNNI does that, and says nothing. So it is tried out.
+    x86 without VNNI does that, and says nothing. So it is tried out, with the largest sums there are.
     """
-    x = torch.full((1, 16, 3, 3), 255, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
-    weight, one, zero = torch.full((16, 16, 1, 1), 127, dtype=torch.int8), torch.ones(16), torch.zeros(16)
-    settings = ((1, 1), (0, 0), (1, 1), 1)
-    packed = torch.ops.onednn.qconv_prepack(weight, one, 1.0, 0, *settings, list(x.shape))
-    call = (x, 1.0, 0, packed, one, zero.long(), None, *settings, *_kept_as(None))
+    return 127 if all(_sums_are_exact(kernel, groups) for kernel in (1, 3) for groups in (1, 4)) else 64
+
+
+def _sums_are_exact(kernel: int, groups: int) -> bool:
+    x = torch.full((1, 16, 5, 5), 255, dtype=torch.uint8)
+    weight = torch.full((16, 16 // groups, kernel, kernel), 127, dtype=torch.int8)
+    scale, zeros = torch.ones(16), torch.zeros(16, dtype=torch.int64)
+    settings = ((1, 1), (0, 0), (1, 1), groups)
+    packed = torch.ops.onednn.qconv_prepack(weight, scale, 1.0, 0, *settings, list(x.shape))
+    call = (x, 1.0, 0, packed, scale, zeros, None, *settings, *_kept_as(None))
     sums = torch.ops.onednn.qconv2d_pointwise(*call, "none", [], "")
-    return 127 if bool((sums == 16 * 255 * 127).all()) else 64
+    return bool((sums == 255 * 127 * weight[0].numel()).all())
