@@ -32,8 +32,8 @@ class Bytes(NamedTuple):
     def between(cls, low: float, high: float) -> Bytes:
         """For numbers from low to high, and zero.
 
-        >>> Bytes.between(-1.0, 4.1)
-        Bytes(scale=0.02, zero=50)
+        >>> Bytes.between(-5.0, 250.0)
+        Bytes(scale=1.0, zero=5)
         """
         low, high = min(low, 0.0), max(high, 0.0)
         scale = max((high - low) / 255, 1e-30)
