@@ -21,6 +21,7 @@ import gradfilter as gf
 from gradfilter import cli
 from gradfilter.bench import arm as arms
 from gradfilter.bench import charts, energy, environment, memory, report, step, worker
+from gradfilter.commands import bench as bench_command
 
 TINY = arms.Settings("tiny", layers="last:2", batch=2, size=32, classes=5, threads=1, rounds=2)
 PLAIN = ("inference", "exact-all", "exact", "filter")
@@ -338,12 +339,12 @@ def test_a_picture_without_matplotlib_is_refused(
     assert "pip install 'gradfilter[bench]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", cli.BENCH_EXAMPLES)
+@pytest.mark.parametrize("kind", bench_command.EXAMPLES)
 def test_the_examples_of_each_benchmark_parse(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["bench", kind, "--help"])
     assert "examples:" in capsys.readouterr().out
-    commands = re.findall(r"^  gradfilter (.*)$", cli.BENCH_EXAMPLES[kind], re.MULTILINE)
+    commands = re.findall(r"^  gradfilter (.*)$", bench_command.EXAMPLES[kind], re.MULTILINE)
     assert len(commands) > 1
     for command in commands:
         assert cli._parser().parse_args(command.split()).run
