@@ -1,4 +1,5 @@
-"""Write the measured tables into README.md and docs/performance.md, from the records in experiments/results.
+"""Write the measured tables into README.md and docs/performance.md, from the records in experiments/results,
+and the list of recipes into docs/recipes.md, from their files.
 
     python -m gradfilter bench layers --json experiments/results/layers.json
     python -m gradfilter bench regions --json experiments/results/regions.json
@@ -28,13 +29,13 @@ from gradfilter.bench import report
 from gradfilter.bench.environment import conditions
 from gradfilter.bench.timing import Interval
 from gradfilter.plans import format_bytes
+from gradfilter.training.recipes import recipe_names, title_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    ROOT / "docs" / "performance.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("methods", "training")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "methods", "training", "recipes")),
 )
 MISSING = "Not measured yet."
 BLOCK = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end of generated -->", re.DOTALL)
@@ -234,6 +235,10 @@ def _depth() -> str:
     return f"{report.markdown_table(lines)}\n\n{conditions(runs[-1]['environment'])}"
 
 
+def _recipes() -> str:
+    return report.markdown_table([["recipe", "what"], *([f"`{n}`", title_of(n)] for n in recipe_names())])
+
+
 def _mean_accuracy(runs: list[dict[str, Any]], arm: str) -> float:
     return mean(run["test_accuracy"] for run in runs if run["arm"] == arm)
 
@@ -254,6 +259,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "methods": _methods,
     "hosvd_speed": _hosvd_speed,
     "training": _training,
+    "recipes": _recipes,
 }
 
 if __name__ == "__main__":

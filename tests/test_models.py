@@ -120,10 +120,28 @@ def test_classifiers_of_other_libraries(name: str) -> None:
 
 
 @pytest.mark.usefixtures("vision")
-@pytest.mark.parametrize("name", ["smp:DeepLabV3/mobilenet_v2", "smp:FPN/tu-test_resnet"])
+@pytest.mark.parametrize("name", ["smp:DeepLabV3/mobilenet_v2", "smp:FPN/tu-test_resnet", "smp:FCN/resnet18"])
 def test_segmentation_models(name: str) -> None:
     model = build(name, classes=3).eval()
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 3, 64, 64)
+
+
+@pytest.mark.usefixtures("vision")
+def test_fcn_reads_the_encoder_at_an_eighth_where_it_can_be_dilated() -> None:
+    with torch.device("meta"):
+        dilated, pooling = build("smp:FCN/resnet18", classes=3), build("smp:FCN/vgg11", classes=3)
+        images = torch.zeros(1, 3, 70, 64)  # no multiple of 8
+    assert dilated.encoder(images)[-1].shape == (1, 512, 9, 8)
+    assert pooling.encoder(images)[-1].shape[2:] == (2, 2)
+    assert dilated(images).shape == pooling(images).shape == (1, 3, 70, 64)
+    convs = {name: layer for name, layer in dilated.named_modules() if isinstance(layer, nn.Conv2d)}
+    shapes = {name: tuple(conv.weight.shape) for name, conv in convs.items() if name[:8] != "encoder."}
+    assert shapes == {
+        "decoder.convs.0.0": (128, 512, 3, 3),
+        "decoder.convs.1.0": (128, 128, 3, 3),
+        "decoder.conv_cat.0": (128, 640, 3, 3),
+        "segmentation_head": (3, 128, 1, 1),
+    }
 
 
 @pytest.mark.usefixtures("vision")
@@ -352,6 +370,7 @@ def test_published_weights_and_a_new_head(name: str, file: str, head: str, share
     [
         ("smp:DeepLabV3/mobilenet_v2", "mobilenet_v2-b0353104.pth", "encoder", "classifier."),
         ("smp:Unet/resnet18", "resnet18_imagenet1k.pth", "encoder", "fc."),
+        ("smp:FCN/resnet18", "resnet18_imagenet1k.pth", "encoder", "fc."),
     ],
 )
 def test_classification_weights_go_into_the_encoder(
@@ -663,3 +682,17 @@ def test_weights_that_are_on_the_machine_are_found(tmp_path: Path, monkeypatch: 
     wrong.rename(folder / f"tiny-{digest}.pth")
     found = build("tiny", classes=3, weights="auto")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found.parameters(), strict=True))
+
+
+@pytest.mark.usefixtures("vision")
+def test_weights_of_the_encoder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(WeightsError, match="no pretrained weights of resnet18 on this machine"):
+        build("smp:FCN/resnet18", classes=3, weights="auto")
+    expected = build("resnet18").state_dict()
+    saved(expected, tmp_path / "saved.pth")
+    digest = hashlib.sha256((tmp_path / "saved.pth").read_bytes()).hexdigest()[:8]
+    (tmp_path / "saved.pth").rename(tmp_path / "checkpoints" / f"resnet18-{digest}.pth")
+    found = build("smp:FCN/resnet18", classes=3, weights="auto").get_submodule("encoder").state_dict()
+    assert_same(found, {name: tensor for name, tensor in expected.items() if not name.startswith("fc.")})

@@ -10,7 +10,7 @@ __all__ = ["add"]
 EXAMPLES = """\
 examples:
   gradfilter recipes                                  all names
-  gradfilter recipes gradfilter-cifar10-mobilenet     what is in one
+  gradfilter recipes cvpr2023-cifar10-mobilenet_v2    what is in one
   gradfilter train --recipe pets --epochs 3           use it; any field can be given anew
 """
 
@@ -28,9 +28,9 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from ..plans import table
-    from ..training.recipes import RECIPES, read_text, title_of
+    from ..training.recipes import read_text, recipe_names, title_of
 
     if arguments.name:
         print(read_text(arguments.name), end="")
     else:
-        print(table([["recipe", "what"], *([name, title_of(name)] for name in RECIPES())]))
+        print(table([["recipe", "what"], *([name, title_of(name)] for name in recipe_names())]))

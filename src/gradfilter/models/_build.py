@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from gradfilter.errors import ModelError, nearest
+from gradfilter.models._fcn import FCN
 from gradfilter.models._nets import NETS
 from gradfilter.models._pretrained import find_weights
 from gradfilter.models._torchvision import library, torchvision
@@ -40,12 +41,14 @@ def build(
     - `mcunet-5fps`, `proxyless-w0.3`, `mbv2-w0.35`, `tiny`: networks of gradfilter itself;
     - a classification or segmentation model of torchvision, such as `resnet18` or `deeplabv3_resnet50`;
     - `timm:NAME`, a model of timm;
-    - `smp:HEAD/ENCODER`, such as `smp:DeepLabV3/mobilenet_v2`, of segmentation_models_pytorch;
+    - `smp:HEAD/ENCODER`, such as `smp:DeepLabV3/mobilenet_v2`, of segmentation_models_pytorch, and
+      `smp:FCN/ENCODER`, our own head on its encoders;
     - `package.module:factory`, a function or class of your own that returns the model.
 
     `classes` is the number of outputs; without it the model keeps its usual number. `weights` is a file for
     `load_weights`, or "auto" for the usual ones where they are on this machine already, from an installed
     package or an earlier download; if `classes` differs from the file's, the classifier starts afresh.
+    The usual weights of `smp:HEAD/ENCODER` are the encoder's.
     `options` go to the model's constructor.
     """
     if classes is not None and classes < 1:
@@ -110,7 +113,7 @@ def _from_timm(name: str, classes: int | None, options: Options) -> nn.Module:
 def _from_smp(name: str, classes: int | None, options: Options) -> nn.Module:
     smp = library("segmentation_models_pytorch", "seg")
     head, _, encoder = name.partition("/")
-    heads = {kind.__name__: kind for kind in smp.MODEL_ARCHITECTURES_MAPPING.values()}
+    heads = {kind.__name__: kind for kind in (*smp.MODEL_ARCHITECTURES_MAPPING.values(), FCN)}
     encoders = smp.encoders.get_encoder_names()
     if head not in heads:
         raise ModelError(f"smp has no head {head!r} (smp:HEAD/ENCODER).{nearest(head, heads)}")

@@ -25,8 +25,11 @@ PACKAGES = {
 def find_weights(name: str) -> Path:
     """The file with a model's usual weights: from an installed package, or what torchvision once downloaded.
 
-    A file whose content does not fit the checksum in its name is passed over.
+    Those of ``smp:HEAD/ENCODER`` are the encoder's. A file whose content does not fit the checksum in its
+    name is passed over.
     """
+    if name.startswith("smp:"):
+        name = name.partition("/")[2]
     for file in _candidates(name):
         stated = re.search(r"-([0-9a-f]{8,})\.\w+$", file.name)
         if stated and _sha256(file).startswith(stated[1]):
