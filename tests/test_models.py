@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gradfilter import models
+from gradfilter import models, optional
 from gradfilter.errors import ModelError, WeightsError
 from gradfilter.models import _torchvision, build, load_weights, names
 
@@ -568,7 +568,7 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
                 raise answer
             return answer
 
-        monkeypatch.setattr(_torchvision, "import_module", import_module)
+        monkeypatch.setattr(optional, "import_module", import_module)
         return asked
 
     return answer_with

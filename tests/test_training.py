@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import gradfilter as gf
+from gradfilter.progress import silent
 from gradfilter.training import checkpoint
 from gradfilter.training.loop import Training
 from gradfilter.training.settings import Loop
@@ -110,6 +112,20 @@ def test_a_resumed_training_without_the_optimizers_state_is_another_one(tmp_path
     again.run()
     with pytest.raises(AssertionError):
         assert_same(state(whole), state(again))
+
+
+def test_resumed_with_a_method_that_remembers_gives_the_same_bits(tmp_path: Path) -> None:
+    """Also in the layout of what it remembers: products with another one round otherwise."""
+    made = {}
+    for name, steps in (("whole", None), ("stopped", 9), ("again", None)):
+        model = gf.apply_(gf.restore_(net()), gf.SubspaceIteration(rank=2), "last:3")
+        loop = Loop(epochs=4, batch=4, lr=0.05, momentum=0.9)
+        made[name] = Training(model, Noisy(), None, TASK, loop, folder=None if name == "whole" else tmp_path)
+        made[name].tell = stopping_after(steps) if steps else silent
+        assert made[name].resume() == (name == "again")
+        with pytest.raises(StopError) if steps else nullcontext():
+            made[name].run(checkpoint_every=0)
+    assert_same(state(made["whole"]), state(made["again"]))
 
 
 KILLED = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["GradFilterError", "ModelError", "PlanError", "WeightsError", "nearest"]
+__all__ = ["GradFilterError", "MissingLibraryError", "ModelError", "PlanError", "WeightsError", "nearest"]
 
 
 class GradFilterError(Exception):
@@ -18,6 +18,10 @@ class PlanError(GradFilterError):
 
 class ModelError(GradFilterError):
     """A model name is unknown, or the library that has it is missing."""
+
+
+class MissingLibraryError(ModelError, ImportError):
+    """A library that is no part of the core is asked for and not installed."""
 
 
 class WeightsError(GradFilterError):

@@ -6,7 +6,10 @@ Only a module's class changes: its parameters, buffers, hooks and state-dict key
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -234,7 +237,17 @@ def role_of(module: nn.Module) -> type[RegionModule]:
 def region_class(base: Any, role: Any) -> type[nn.Module]:
     """The class that a module of class ``base`` takes on in ``role``."""
     members = {"gradfilter_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
-    return type(base.__name__, (role, base), members)
+    forward = _with_signature(role.forward, base.forward)
+    return type(base.__name__, (role, base), {**members, "forward": forward})
+
+
+def _with_signature(forward: Any, like: Any) -> Any:
+    """The same function with the signature of another: trainers read there which columns of data to give."""
+    parts = (forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__)
+    copied = FunctionType(*parts, forward.__closure__)
+    with suppress(TypeError, ValueError):  # a forward that is written in C has none
+        copied.__signature__ = signature(like)  # type: ignore[attr-defined]
+    return copied
 
 
 def _rebuild(cls: Any, *roles: Any) -> nn.Module:

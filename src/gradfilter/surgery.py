@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from inspect import unwrap
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from .modules import (
     AdaptedLayer,
     FixedNorm,
     RegionLayer,
+    RegionModule,
     region_class,
     role_of,
 )
@@ -30,7 +32,7 @@ from .plans import DOES_NOT_RUN, Action, LayerPlan, NormPolicy, Plan
 from .selection import Layer, Layers, layers_of, select
 from .trace import Trace, trace
 
-__all__ = ["Methods", "apply_", "apply_plan", "make_plan", "restore_", "trained_parameters"]
+__all__ = ["Methods", "apply_", "apply_plan", "has_plan", "make_plan", "restore_", "trained_parameters"]
 
 Model = TypeVar("Model", bound=nn.Module)
 Methods = Method | Mapping[str, Method]
@@ -148,8 +150,13 @@ def _check(model: nn.Module, method: Methods, norm: str) -> None:
     _check_unchanged(model)
 
 
+def has_plan(model: nn.Module) -> bool:
+    """Whether a plan is applied to the model, or to a part of it."""
+    return any(_RECORD in module.__dict__ for module in model.modules())
+
+
 def _check_unchanged(model: nn.Module) -> None:
-    if any(_RECORD in module.__dict__ for module in model.modules()):
+    if has_plan(model):
         raise PlanError("The model has a plan applied already; call gf.restore_(model) first.")
 
 
@@ -308,6 +315,8 @@ def restore_(model: Model) -> Model:
     True
     """
     for module in model.modules():
+        if _has_a_forward_around_ours(module):
+            del module.__dict__["forward"]
         if module.__dict__.pop("gradfilter_program", None) is not None:
             module.__class__ = module.gradfilter_base  # type: ignore[assignment]
     changed: list[Any] = [module for module in model.modules() if _RECORD in module.__dict__]
@@ -322,6 +331,13 @@ def restore_(model: Model) -> Model:
                 del owner[ours]
         module.__class__ = getattr(module, "gradfilter_base", type(module))
     return model
+
+
+def _has_a_forward_around_ours(module: nn.Module) -> bool:
+    """Whether somebody put one on the object, as accelerate does for bfloat16; without ours it fails."""
+    own = module.__dict__.get("forward")
+    innermost = unwrap(getattr(own, "__func__", own)) if callable(own) else None
+    return isinstance(module, RegionModule) and innermost is type(module).forward
 
 
 def apply_(

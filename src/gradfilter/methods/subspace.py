@@ -101,7 +101,8 @@ def _followed(x: Tensor, mode: int, rank: int, memory: Memory) -> Tensor:
     known = memory.get(key)
     if known is None or known.shape != (size, rank):
         known = random_start(size, rank, x)
-    memory[key] = iterated(x, mode, known.to(x))
+    # in the layout that a file gives back: products with another one round otherwise
+    memory[key] = iterated(x, mode, known.to(x)).contiguous()
     return memory[key]
 
 

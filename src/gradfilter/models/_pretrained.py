@@ -28,8 +28,7 @@ def find_weights(name: str) -> Path:
     Those of ``smp:HEAD/ENCODER`` are the encoder's. A file whose content does not fit the checksum in its
     name is passed over.
     """
-    if name.startswith("smp:"):
-        name = name.partition("/")[2]
+    name = _encoder(name)
     for file in _candidates(name):
         stated = re.search(r"-([0-9a-f]{8,})\.\w+$", file.name)
         if stated and _sha256(file).startswith(stated[1]):
@@ -43,7 +42,7 @@ def find_weights(name: str) -> Path:
 
 def download_weights(name: str) -> Path:
     """Fetch what torchvision has for a model of its own, to where it would put it itself."""
-    models = torchvision().models
+    models, name = torchvision().models, _encoder(name)
     if name not in models.list_models():
         raise WeightsError(f"There are no weights of {name} to download; give a file of weights.")
     url: str = models.get_model_weights(name).DEFAULT.url
@@ -55,6 +54,10 @@ def download_weights(name: str) -> Path:
     except (OSError, RuntimeError) as error:
         raise WeightsError(f"{url} cannot be downloaded ({error}); give a file of weights.") from None
     return file
+
+
+def _encoder(name: str) -> str:
+    return name.partition("/")[2] if name.startswith("smp:") else name
 
 
 def _candidates(name: str) -> Iterator[Path]:

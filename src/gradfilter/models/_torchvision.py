@@ -1,4 +1,4 @@
-"""torchvision, timm and segmentation_models_pytorch, imported when first needed.
+"""torchvision, and libraries that import it, imported when first needed.
 
 The torchvision wheel on PyPI is built against CUDA. Beside a CPU build of torch its compiled operators do not
 load, and then `import torchvision` fails, because it describes an operator (`nms`) that does not exist. Its
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import suppress
 from functools import cache
-from importlib import import_module
 from types import ModuleType
 
 import torch
 
-from gradfilter.errors import ModelError
+from gradfilter.errors import MissingLibraryError
+from gradfilter.optional import import_optional
 
-__all__ = ["library", "torchvision"]
+__all__ = ["library", "neighbour", "torchvision"]
 
 _SYMPTOM = "operator torchvision::nms does not exist"
 
@@ -25,13 +26,13 @@ _SYMPTOM = "operator torchvision::nms does not exist"
 def torchvision(extra: str = "vision") -> ModuleType:
     """Import torchvision, also where its compiled operators cannot load."""
     try:
-        return _import("torchvision", extra)
+        return import_optional("torchvision", extra)
     except RuntimeError as error:
         if _SYMPTOM not in str(error):
             raise
     _declare_missing_operators()
     _forget_half_imported()
-    module = _import("torchvision", extra)
+    module = import_optional("torchvision", extra)
     warnings.warn(
         "The compiled part of this torchvision does not load beside this torch: detection operators and "
         "image codecs are off, models and transforms work. The real cure is the matching wheel, for a CPU "
@@ -45,16 +46,14 @@ def torchvision(extra: str = "vision") -> ModuleType:
 def library(name: str, extra: str) -> ModuleType:
     """Import a library that itself imports torchvision."""
     torchvision(extra)
-    return _import(name, extra)
+    return import_optional(name, extra)
 
 
-def _import(name: str, extra: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ModelError(f'{name} is not installed: pip install "gradfilter[{extra}]".') from None
+def neighbour(name: str, extra: str) -> ModuleType:
+    """Import a library that itself imports torchvision if it is there."""
+    with suppress(MissingLibraryError):
+        torchvision(extra)
+    return import_optional(name, extra)
 
 
 @cache  # a Library takes its operators with it when it is collected: the cache keeps it

@@ -34,12 +34,11 @@ def built(config: Config, classes: int) -> nn.Module:
 def _weights(config: Config) -> str | Path | None:
     if config.weights != "auto":
         return None if config.weights == "none" else config.weights
-    encoder = config.model.rpartition("/")[2]  # of a segmentation model
     try:
-        return find_weights(encoder)
+        return find_weights(config.model)
     except WeightsError as error:
         if config.download:
-            return download_weights(encoder)
+            return download_weights(config.model)
         raise WeightsError(
             f"{error} Or fetch torchvision's with --download, or start afresh: --weights none --layers all."
         ) from None
