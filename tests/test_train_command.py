@@ -284,6 +284,19 @@ def test_on_top_of_an_earlier_run(pictures: Path, tmp_path: Path, capsys: pytest
     )
 
 
+def test_tensorboard_has_every_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert train(tmp_path / "run", *STEPS, "--epochs", "2", "--tensorboard") == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_where_features_cannot_be_kept_none_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # MobileNetV2 has dropout before its classifier: frozen here, and another one at every step
+    options = ["--model", "mobilenet_v2", "--layers", "classifier", "--augment", "false", "--shots", "1"]
+    assert train(tmp_path / "auto", *options, "--epochs", "1") == 0
+    assert train(tmp_path / "on", *options, "--cache", "on") == 2
+
+
 def test_clients_and_shots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [
         "--partition",

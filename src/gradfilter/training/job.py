@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,13 @@ from .sets import open_sets, transformed, usual_size
 from .settings import Config
 from .summary import write_summary
 from .tasks import Classification, Segmentation
+from .tensorboard import TensorBoard
 
 __all__ = ["Job", "go_on", "prepare"]
 
 MODELS = {"classify": "mobilenet_v2", "segment": "smp:DeepLabV3Plus/mobilenet_v2"}
 Say = Callable[[str], None]
+Listener = Callable[[Mapping[str, float]], None]
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Job:
         """Train to the end, with all that belongs into the run's folder."""
         config, task = self.config, self.task()
         train, test, forward = self._sets()
+        listeners: list[Listener] = [self.run.append]
         training = Training(
             self.model,
             train,
@@ -62,14 +65,22 @@ class Job:
             folder=self.run.checkpoint,
             workers=0 if forward else config.workers,
             tell=self.tell,
-            on_epoch=lambda history: self._end_epoch(history, task),
+            on_epoch=lambda history: self._end_epoch(history, task, listeners),
         )
         if training.resume():
             self.run.go_back(training.history.epochs)
-        history = training.run()
+        with self._board(training.history) as board:
+            if board is not None:
+                listeners.append(board.append)
+            history = training.run()
         if is_first():
             write_summary(self, training)
         return history
+
+    def _board(self, history: History) -> TensorBoard | nullcontext[None]:
+        if not self.config.tensorboard or not is_first():
+            return nullcontext()
+        return TensorBoard(self.run.path / "tensorboard", history.epochs)
 
     def task(self) -> Classification | Segmentation:
         count = len(self.data.classes)
@@ -79,10 +90,18 @@ class Job:
 
     def _sets(self) -> tuple[Samples, Samples, Callable[[Any], Tensor] | None]:
         """Training and test set, and what runs from a cache's features on, if there is a cache."""
-        cached = self._is_cached()
-        train, test = transformed(self.data, self.config, decode=not cached, tell=self.tell)
-        if not cached:
-            return train, test, None
+        if self._is_cached():
+            train, test = transformed(self.data, self.config, decode=False, tell=self.tell)
+            try:
+                return self._from_features(train, test)
+            except GradFilterError:  # dropout among the frozen layers, no room on the disk ...
+                if self.config.cache == "on":
+                    raise
+        return *transformed(self.data, self.config, decode=True, tell=self.tell), None
+
+    def _from_features(
+        self, train: Samples, test: Samples
+    ) -> tuple[Samples, Samples, Callable[[Any], Tensor]]:
         config = self.config
         cache = partial(
             FeatureCache,
@@ -109,8 +128,11 @@ class Job:
         count = len(self.data.train) + len(self.data.test)
         return count * sum(feature.nbytes for feature in features)
 
-    def _end_epoch(self, history: History, task: Classification | Segmentation) -> None:
-        self.run.append(history.epochs[-1])
+    def _end_epoch(
+        self, history: History, task: Classification | Segmentation, listeners: Sequence[Listener]
+    ) -> None:
+        for listener in listeners:
+            listener(history.epochs[-1])
         self.run.save(self.model, best=history.is_best)
         if history.is_best:
             self.run.note_best(history.epochs[-1], task.confusion)
