@@ -49,7 +49,7 @@ FAMILIES = {
     "SparseUpdate": ["SparseUpdate(0.125)", "SparseUpdate(0.25)", "SparseUpdate(0.5)"],
     "LowRankAdapter": [f"LowRankAdapter(rank={rank})" for rank in (1, 4, 16)],
     "LiteResidual": [f"LiteResidual(reduction={reduction})" for reduction in (8, 4, 2)],
-    "without settings": ["BiasOnly()", "NormOnly()", "Frozen()"],
+    "without settings": ["BiasOnly()", "NormOnly()"],
 }
 SETTINGS = [setting for settings in FAMILIES.values() for setting in settings]
 

@@ -22,7 +22,6 @@ SHORT = ("inference", "exact", "filter", "exact+prefix", "filter+prefix")
 FULL = (*SHORT[:2], "exact-all", *SHORT[2:], "filter+prefix+cache")
 FEW = 5  # rounds, where memory is what is looked at
 MANY = 27  # rounds, where the filter's own gain is small beside the noise
-BIG = {"layers": "all", "batch": 32, "rounds": 1, "weights": "auto"}  # peak memory of other methods
 CASES = {
     "mobilenet_v2_last4": (Settings("mobilenet_v2", rounds=MANY), FULL),
     "mobilenet_v2_last4_one_process": (Settings("mobilenet_v2", rounds=FEW), FULL),
@@ -39,9 +38,6 @@ CASES = {
     "resnet18_last4_patch4": (Settings("resnet18", patch=4, rounds=FEW), SHORT),
     "mobilenet_v2_all_patch4": (Settings("mobilenet_v2", layers="all", patch=4, rounds=FEW), SHORT),
     "resnet18_all_patch4": (Settings("resnet18", layers="all", patch=4, rounds=FEW), SHORT),
-    "mobilenet_v2_all_hosvd": (Settings("mobilenet_v2", method="HOSVD(0.8)", **BIG), SHORT),
-    "mobilenet_v2_all_subspace": (Settings("mobilenet_v2", method="SubspaceIteration(rank=8)", **BIG), SHORT),
-    "mobilenet_v2_all_quantized": (Settings("mobilenet_v2", method="Quantized(4)", **BIG), SHORT),
 }
 
 

@@ -9,6 +9,7 @@ and the list of recipes into docs/recipes.md, from their files.
     python experiments/native_pass.py
     python experiments/methods.py
     python experiments/hosvd_speed.py tail, accelerated, eager
+    python experiments/peaks.py
     python experiments/training.py
     python experiments/tables.py
 
@@ -187,6 +188,17 @@ def _method_cells(row: dict[str, Any]) -> list[str]:
     return [f"{row['kept_bytes'] / row['exact_bytes']:.3f}x", f"{row['to_exact']['median']:.2f}x", cosine]
 
 
+def _peaks() -> str:
+    record = _record("peaks")
+    if record is None:
+        return MISSING
+    exact = record["rows"][0]["peak_bytes"]
+    lines = [["method", "peak above the model", "of exact"]]
+    for row in record["rows"]:
+        lines.append([row["method"], format_bytes(row["peak_bytes"]), f"{row['peak_bytes'] / exact:.2f}x"])
+    return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
+
+
 def _hosvd_speed() -> str:
     record = _record("hosvd_speed")
     if record is None:
@@ -258,6 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "native_pass": _native_pass,
     "methods": _methods,
     "hosvd_speed": _hosvd_speed,
+    "peaks": _peaks,
     "training": _training,
     "recipes": _recipes,
 }
