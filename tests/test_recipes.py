@@ -21,7 +21,7 @@ from gradfilter.methods.text import method_from
 from gradfilter.models import build
 from gradfilter.plans import Plan
 from gradfilter.trace import Trace, trace
-from gradfilter.training import job
+from gradfilter.training import building
 from gradfilter.training.recipes import read_recipe, read_text, recipe_names, title_of
 from gradfilter.training.settings import Config
 
@@ -49,9 +49,9 @@ def trace_of(name: str) -> Trace:
 def checked(config: Config) -> Plan:
     """The plan of a recipe; refused if one of its names or globs fits nothing."""
     with pytest.MonkeyPatch.context() as patch:  # to save time: no costs, and models run once for all recipes
-        patch.setattr(job, "planned", surgery.make_plan)
+        patch.setattr(building, "planned", surgery.make_plan)
         patch.setattr(surgery, "trace", lambda *_: trace_of(config.model))
-        plan = job.plan_of(replace(config, batch=2, size=64), model_of(config.model))
+        plan = building.plan_of(replace(config, batch=2, size=64), model_of(config.model))
     if config.head_steps:
         heads = [fnmatchcase(f"{name}.weight", config.head) for name in plan.trained]
         if not any(heads) or all(heads):
@@ -108,7 +108,7 @@ def test_ranks_are_the_largest_that_keep_to_the_budget(name: str, budget: int) -
 
     def kept(rank: int) -> int:
         asked = replace(config, method=f"SubspaceIteration(rank={rank})")
-        plan = job.plan_of(asked, model_of(config.model))
+        plan = building.plan_of(asked, model_of(config.model))
         after = [row.after for row in plan.rows if isinstance(row.method, SubspaceIteration)]
         return sum(cost.kept for cost in after if cost)
 
