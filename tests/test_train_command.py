@@ -286,6 +286,32 @@ def test_on_top_of_an_earlier_run(pictures: Path, tmp_path: Path, capsys: pytest
     )
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [("epochs", "many", "epochs must be int, not 'many'"), ("epochs", 1, "is at step 30 already")],
+)
+def test_a_run_whose_settings_were_edited_is_refused(
+    field: str, value: Any, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", *STEPS) == 0
+    file = tmp_path / "run" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    assert run("train", "--resume", tmp_path / "run") == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_run_whose_data_has_changed_is_refused(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--data", pictures, "--epochs", "1") == 0
+    (pictures / "red" / "0.jpg").unlink()
+    assert run("train", "--resume", tmp_path / "run") == 2
+    assert "the number of pictures have changed" in capsys.readouterr().err
+    pictures.rename(tmp_path / "elsewhere")
+    assert run("train", "--resume", tmp_path / "run") == 2
+    assert "cannot be opened any more" in capsys.readouterr().err
+
+
 def test_tensorboard_has_every_epoch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     assert train(tmp_path / "run", *STEPS, "--epochs", "2", "--tensorboard") == 0
@@ -346,6 +372,8 @@ def test_a_file_of_settings_and_what_comes_after_it(pictures: Path, tmp_path: Pa
         (["--epohs", "3"], "There is no setting epohs. Did you mean epochs"),
         (["--lr", "fast"], "lr must be float, not fast"),
         (["--optimizer", "adam"], "optimizer must be one of sgd, adamw, not adam"),
+        (["--data", ""], "data is empty"),
+        (["--cache", "on", "--layers", "all"], "--cache on needs frozen layers"),
         (["--data", "nowhere"], "nowhere is neither a file or folder nor a known data set"),
         (["--recipe", "pets2"], "There is no recipe pets2. Did you mean pets"),
         (["--weights", "none.pth"], "none.pth does not exist"),

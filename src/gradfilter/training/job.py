@@ -68,6 +68,11 @@ class Job:
             on_epoch=lambda history: self._end_epoch(history, task, listeners),
         )
         if training.resume():
+            if training.step > training.steps:
+                raise GradFilterError(
+                    f"{self.run.path} is at step {training.step} already, but its config.json now asks for "
+                    f"{training.steps}; put that back as it was."
+                )
             self.run.go_back(training.history.epochs)
         with self._board(training.history) as board:
             if board is not None:
@@ -146,8 +151,13 @@ def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
     model = built(config, len(data.classes))
     plan = plan_of(config, model)
     make_ready_(model, plan, config)
+    if config.cache == "on" and not _has_frozen_prefix(plan):
+        raise GradFilterError(
+            f"--cache on needs frozen layers, but with --layers {config.layers} the first one trains; use "
+            "--cache auto, or let fewer layers train."
+        )
     config = replace(config, out=config.out or _free_folder())
-    facts = {"classes": list(data.classes), "ignore": data.ignore}
+    facts = {"classes": list(data.classes), "ignore": data.ignore, "samples": _counts(data)}
     everything = {**asdict(config), "found": facts}
     # the others of several processes only read
     run = RunFolder.create(config.out, everything) if is_first() else RunFolder(Path(config.out), everything)
@@ -158,10 +168,16 @@ def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = pri
     """A run that was stopped, ready to go on from its last checkpoint."""
     run = RunFolder.open(folder)
     config = run.settings()
-    data, said = open_sets(config, tell)
-    if list(data.classes) != run.found["classes"]:
+    try:
+        data, said = open_sets(config, tell)
+    except GradFilterError as error:
         raise GradFilterError(
-            f"{config.data} is not what it was when {folder} was begun: its classes have changed; start anew."
+            f"The data of {folder}, {config.data}, cannot be opened any more: {error}"
+        ) from None
+    if (list(data.classes), _counts(data)) != (run.found["classes"], run.found["samples"]):
+        raise GradFilterError(
+            f"{config.data} is not what it was when {folder} was begun: classes or the number of pictures "
+            f"have changed. Put it back, or start a new run on top of this one: --weights {folder}."
         )
     model = built(config, len(data.classes))  # as at the start: methods and caches look at the first weights
     plan = plan_of(config, model)
@@ -188,6 +204,10 @@ def _resolved(config: Config, data: Data) -> Config:
 
 def _has_frozen_prefix(plan: Plan) -> bool:
     return any(row.action == "frozen" and row.reason != DOES_NOT_RUN for row in plan.rows)
+
+
+def _counts(data: Data) -> list[int]:
+    return [len(data.train), len(data.test)]
 
 
 def _free_folder() -> str:

@@ -136,6 +136,8 @@ class Config(Loop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.data:
+            raise GradFilterError("data is empty; give a folder, a file or the name of a data set.")
         self._check(1, "clients", "client_shards", "patch", "views")
         self._check(0, "shots", "size", "client")
         if self.client >= self.clients:
@@ -150,6 +152,11 @@ class Config(Loop):
         for name in values:
             if name not in known:
                 raise GradFilterError(f"{where} has a field {name}, which is none.{nearest(name, known)}")
+        usual = cls()
+        for name, value in values.items():
+            kind = type(getattr(usual, name))
+            if not isinstance(value, (int, float) if kind is float else kind):
+                raise GradFilterError(f"{where}: {name} must be {kind.__name__}, not {value!r}.")
         return cls(**values)
 
     def loop(self) -> Loop:
