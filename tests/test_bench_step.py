@@ -34,7 +34,7 @@ def record() -> dict[str, Any]:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for gradfilter.program: notes who is accelerated, and cuts the tiny model before its head."""
+    """Stands in for both modules: notes who is accelerated, and cuts the tiny model before its head."""
     made = SimpleNamespace(accelerated=[])
 
     def accelerate_(model: nn.Module) -> nn.Module:
@@ -47,9 +47,10 @@ def program(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             prefix=lambda x: (torch.ones(len(x), head.in_features),), tail=lambda features: head(*features)
         )
 
-    module = ModuleType("gradfilter.program")
-    module.accelerate_, module.split = accelerate_, split  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "gradfilter.program", module)
+    for name, function in {"program": accelerate_, "splitting": split}.items():
+        module = ModuleType(f"gradfilter.{name}")
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     return made
 
 

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from .plans import Plan as Plan
     from .program import accelerate_ as accelerate_
     from .program import acceleration as acceleration
-    from .program import split as split
     from .qas import scale_quantized_gradients_ as scale_quantized_gradients_
     from .ranks import choose_ranks as choose_ranks
+    from .splitting import split as split
     from .state import load_method_state_ as load_method_state_
     from .state import method_state as method_state
     from .surgery import apply_ as apply_
@@ -94,7 +94,7 @@ _HOMES = {
     "plan": "costs",
     "restore_": "surgery",
     "scale_quantized_gradients_": "qas",
-    "split": "program",
+    "split": "splitting",
 }
 
 __all__ = [

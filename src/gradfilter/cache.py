@@ -20,7 +20,7 @@ from .plans import format_bytes
 from .progress import Tell, silent
 
 if TYPE_CHECKING:
-    from .program import Split
+    from .splitting import Split
 
 __all__ = ["FeatureCache", "view_of"]
 
@@ -291,7 +291,7 @@ class _Prefix:
 
 
 def _split(model: nn.Module) -> Split:
-    from .program import split
+    from .splitting import split
 
     return split(model)
 

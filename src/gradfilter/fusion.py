@@ -1,12 +1,10 @@
-"""Which nodes of a traced model run as one: convolution, fixed norm, residual sum, activation.
+"""A traced model as a list of steps, which run in order and let go of what nobody reads any more.
 
-Reads a torch.fx graph and makes a list of steps; a step is one node, a chain that runs as a ``FusedConv``, or
-the chains of an ``InvertedResidual``.
+A step is one node, a chain that runs as a ``FusedConv``, or the chains of an ``InvertedResidual``.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Container
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -14,67 +12,21 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from .chains import Chain, find_chains, is_sum, only_reader, why_alone, why_no_norm
 from .inverted import Block, find_blocks
 from .methods import Exact, Method
-from .modules import CONVOLUTIONS, LAYERS, NORMS, AdaptedLayer
-from .ops.fused import HARDSWISH, NONE, RELU, SILU, Activation, FusedConv, activation_of, bounded
+from .modules import CONVOLUTIONS
+from .ops.fused import NONE, FusedConv
 from .ops.inverted_residual import InvertedResidual
 from .ops.layer import Call, Followers, run_layer
 
-__all__ = ["Step", "Values", "describe", "make_steps", "run_steps", "why_unsafe"]
+__all__ = ["Step", "Values", "describe", "make_steps", "run_steps"]
 
 Values = dict[Node, Any]
-
-ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
-IN_PLACE = {
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "setitem",
-    "relu_",
-    "add_",
-    "mul_",
-    "hardtanh_",
-    "leaky_relu_",
-}
-POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
-ACTIVATIONS = (nn.ReLU, nn.Hardtanh, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.GELU)
-FRESH = (
-    *LAYERS,
-    *NORMS,
-    *POOLS,
-    *ACTIVATIONS,
-)  # modules whose result is new, or written over a value we follow
-FRESH_FUNCTIONS = {
-    operator.add,
-    operator.sub,
-    operator.mul,
-    torch.add,
-    torch.mul,
-    torch.cat,
-    torch.relu,
-    F.relu,
-}
-FUNCTIONS: dict[Any, Activation] = {
-    **dict.fromkeys((F.relu, torch.relu, torch.relu_, "relu", "relu_"), RELU),
-    **{F.relu6: bounded(0.0, 6.0), F.silu: SILU, F.hardswish: HARDSWISH},
-}
-
-
-def is_sum(node: Node) -> bool:
-    """Whether a node is the plain sum of two things."""
-    return (
-        node.op in ("call_function", "call_method")
-        and node.target in ADD
-        and not node.kwargs
-        and len(node.args) == 2
-    )
 
 
 @dataclass
@@ -95,25 +47,6 @@ class Step:
         return found
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Nodes that run as one, when ``starts`` is reached; the result is the value of the last."""
-
-    conv: Node
-    norm: Node | None
-    add: Node | None
-    activation: Node | None
-    kind: Activation
-
-    @property
-    def nodes(self) -> list[Node]:
-        return [n for n in (self.conv, self.norm, self.add, self.activation) if n is not None]
-
-    @property
-    def starts(self) -> Node:
-        return self.add or self.conv  # the other term of a sum may be made after the convolution
-
-
 def make_steps(
     graph: Graph, modules: dict[str, Any], frozen: set[Node], apart: AbstractSet[Node] = frozenset()
 ) -> list[Step]:
@@ -121,7 +54,7 @@ def make_steps(
 
     Those of them in ``apart`` come before the others, run with none of the others, and not in blocks.
     """
-    chains = _chains(graph, modules, frozen, apart)
+    chains = find_chains(graph, modules, frozen, apart)
     blocks = {block.project.starts: block for block in find_blocks(chains, modules, frozen - apart)}
     in_blocks = {chain.conv for block in blocks.values() for chain in block.chains.values()}
     starts = {chain.starts: chain for chain in chains if chain.conv not in in_blocks}
@@ -142,38 +75,6 @@ def make_steps(
     return steps
 
 
-def why_unsafe(graph: Graph, modules: dict[str, Any]) -> str:
-    """Why steps must not run in another order, or as others: something is written to that others may read."""
-    for node in graph.nodes:
-        target = _written(node, modules)
-        while target is not None:
-            if len(target.users) > 1 or _may_be_a_view(target, modules):
-                return f"{node.name} writes in place to {target.name}, which others may read"
-            target = _written(target, modules)
-    return ""
-
-
-def _written(node: Node, modules: dict[str, Any]) -> Node | None:
-    """What a node writes to, if it works in place."""
-    name, first = str(node.target), next(iter(node.args), None)
-    if node.op == "call_module":
-        in_place = getattr(modules[name], "inplace", False)
-    elif node.op == "call_method":
-        in_place = name.endswith("_") and not name.endswith("__")
-    else:
-        in_place = getattr(node.target, "__name__", "") in IN_PLACE or node.kwargs.get("inplace", False)
-    return first if in_place and isinstance(first, Node) else None
-
-
-def _may_be_a_view(node: Node, modules: dict[str, Any]) -> bool:
-    """Whether a value may share memory with another one."""
-    if node.op == "call_module":
-        return not isinstance(modules[str(node.target)], FRESH)
-    if node.op == "call_function":
-        return node.target not in FRESH_FUNCTIONS and _written(node, modules) is None
-    return node.op != "call_method" or _written(node, modules) is None
-
-
 def describe(
     graph: Graph,
     modules: dict[str, Any],
@@ -185,7 +86,7 @@ def describe(
 
     in_int8: the names of values that convolutions of ``apart`` read in int8.
     """
-    chains = _chains(graph, modules, frozen, apart)
+    chains = find_chains(graph, modules, frozen, apart)
     made, blocks = [], find_blocks(chains, modules, frozen - apart)
     by_conv = {chain.conv: chain for chain in chains}
     roles = {chain.conv: role for block in blocks for role, chain in block.chains.items()}
@@ -196,7 +97,7 @@ def describe(
         chain = by_conv.get(node)
         if chain is None:
             made.append(
-                [str(node.target), "conv", _why_alone(module) or "trains without a method of gf.apply_"]
+                [str(node.target), "conv", why_alone(module) or "trains without a method of gf.apply_"]
             )
             continue
         parts = {"norm": chain.norm, "sum": chain.add, chain.kind.name: chain.activation}
@@ -204,97 +105,8 @@ def describe(
         if node in apart and getattr(node.args[0], "name", None) in in_int8:
             begins = "int8 conv"
         how = " + ".join([begins, *(name for name, part in parts.items() if part is not None)])
-        made.append([str(node.target), how, "" if chain.norm else _why_no_norm(node, modules)])
+        made.append([str(node.target), how, "" if chain.norm else why_no_norm(node, modules)])
     return made
-
-
-def _why_no_norm(conv: Node, modules: dict[str, Any]) -> str:
-    norm = _only_reader(conv)
-    module = modules[str(norm.target)] if norm is not None and norm.op == "call_module" else None
-    if not isinstance(module, nn.BatchNorm2d):
-        return ""
-    return "its norm uses batch statistics" if module.training else "its norm trains"
-
-
-def _chains(
-    graph: Graph, modules: dict[str, Any], frozen: set[Node], apart: AbstractSet[Node]
-) -> list[Chain]:
-    """All chains; of two convolutions whose results are added, one runs with the sum."""
-    found: list[Chain] = []
-    for node in graph.nodes:
-        chain = _chain(node, modules, apart if node in apart else frozen)
-        if chain is not None:
-            taken = chain.add is not None and any(chain.add is other.add for other in found)
-            found.append(Chain(chain.conv, chain.norm, None, None, NONE) if taken else chain)
-    return found
-
-
-def _chain(conv: Node, modules: dict[str, Any], frozen: AbstractSet[Node]) -> Chain | None:
-    """The chain that begins with this node, if it is a convolution that can be fused."""
-    module = modules[str(conv.target)] if conv.op == "call_module" else None
-    if _why_alone(module) or not (conv in frozen or hasattr(module, "gradfilter_method")):
-        return None
-    if len(conv.args) != 1 or conv.kwargs:
-        return None
-    norm = _only_reader(conv)
-    if norm is not None and not _is_constant(norm, modules, frozen):
-        norm = None
-    last = norm or conv
-    add = _sum_behind(last, conv, frozen)
-    last = add or last
-    activation = _only_reader(last)
-    kind = None if activation is None else _activation(activation, modules)
-    if kind is None:
-        return Chain(conv, norm, add, None, NONE)
-    return Chain(conv, norm, add, activation, kind)
-
-
-def _why_alone(module: Any) -> str:
-    """Why a convolution is not one that can be fused; nothing if it is."""
-    kind = getattr(module, "gradfilter_base", type(module))
-    if kind is not nn.Conv2d:
-        return f"a {kind.__name__}; only nn.Conv2d itself is fused"
-    if not getattr(module, "gradfilter_method", Exact()).forward_is_exact:
-        return "its method has a forward of its own"
-    if isinstance(module, AdaptedLayer):
-        return "its method adds to its output"
-    if module.padding_mode != "zeros":
-        return f"padding_mode is {module.padding_mode!r}"
-    return f"padding={module.padding!r}" if isinstance(module.padding, str) else ""
-
-
-def _is_constant(node: Node, modules: dict[str, Any], frozen: AbstractSet[Node]) -> bool:
-    """A batch norm that is the same scale and shift at every step."""
-    if node.op != "call_module":
-        return False
-    norm = modules[node.target]  # type: ignore[index]
-    if getattr(norm, "gradfilter_base", type(norm)) is not nn.BatchNorm2d or norm.training:
-        return False
-    trains = any(p is not None and p.requires_grad for p in norm._parameters.values())
-    return norm.running_var is not None and (node in frozen or not trains)
-
-
-def _only_reader(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _sum_behind(last: Node, conv: Node, frozen: AbstractSet[Node]) -> Node | None:
-    """The residual sum that reads the chain so far; oneDNN adds it on the way where nothing has gradients."""
-    add = _only_reader(last)
-    if add is None or add not in frozen or not is_sum(add):
-        return None
-    terms = [term for term in add.args if isinstance(term, Node)]
-    x = conv.args[0]
-    # The convolution now runs later, so its input must be nobody else's, who might write to it.
-    alone = isinstance(x, Node) and len(x.users) == 1
-    return add if alone and len(set(terms)) == len(add.args) == 2 else None
-
-
-def _activation(node: Node, modules: dict[str, Any]) -> Activation | None:
-    if node.op == "call_module":
-        return activation_of(modules[node.target])  # type: ignore[index]
-    plain = len(node.args) == 1 and set(node.kwargs) <= {"inplace"}
-    return FUNCTIONS.get(node.target) if plain else None
 
 
 def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node]) -> Step:
@@ -418,5 +230,5 @@ def _note_last_reads(steps: list[Step], graph: Graph, frozen: set[Node]) -> None
             continue
         # A gate behind a residual sum looks at the sum's gated term (ops/join.py), which must still be there.
         waits = is_sum(end.node) and end.node not in frozen
-        reader = _only_reader(end.node) if waits else None
+        reader = only_reader(end.node) if waits else None
         (by_node.get(reader, end) if reader else end).done.append(node)

@@ -14,7 +14,7 @@ from .ops.fused import NONE, is_pointwise
 from .ops.inverted_residual import is_depthwise, is_native
 
 if TYPE_CHECKING:
-    from .fusion import Chain
+    from .chains import Chain
 
 __all__ = ["Block", "find_blocks"]
 

@@ -8,9 +8,7 @@ hooks, runs as ever.
 from __future__ import annotations
 
 import hashlib
-import threading
 import weakref
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,19 +16,20 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node, Tracer
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.nn.modules.module import _has_any_global_hook
 
 from .allocator import keep_freed_memory
 from .errors import GradFilterError
-from .fusion import Step, Values, describe, make_steps, run_steps, why_unsafe
+from .fusion import Step, Values, describe, make_steps, run_steps
+from .graphs import frozen_nodes, prefix_nodes, trace_module, why_untraceable
 from .int8_prefix import Calibration, FeatureChange, Int8Prefix, check_serves
-from .modules import LAYERS, NORMS, RegionModule, region_class
+from .modules import RegionModule, region_class
 from .plans import table
 from .region import region
 
-__all__ = ["Acceleration", "Split", "accelerate_", "acceleration", "split"]
+__all__ = ["Acceleration", "Program", "accelerate_", "acceleration"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -65,7 +64,7 @@ def accelerate_(model: Model, *, prefix: Literal["float", "int8"] = "float", cal
     if prefix == "int8":
         _check_int8(model, calibration)
     if not _accelerate(model, calibration if prefix == "int8" else 0):
-        raise GradFilterError(f"Nothing in {type(model).__name__} can be traced: {_why_untraceable(model)}")
+        raise GradFilterError(f"Nothing in {type(model).__name__} can be traced: {why_untraceable(model)}")
     keep_freed_memory()
     return model
 
@@ -73,12 +72,12 @@ def accelerate_(model: Model, *, prefix: Literal["float", "int8"] = "float", cal
 def _check_int8(model: nn.Module, calibration: int) -> None:
     if not isinstance(calibration, int) or calibration < 1:
         raise GradFilterError(f"calibration must be a whole number of at least 1, not {calibration!r}.")
-    if why := _why_untraceable(model):
+    if why := why_untraceable(model):
         raise GradFilterError(
             f"{type(model).__name__} can have no int8 prefix, because it cannot be traced as a whole: {why}"
         )
-    graph, modules = _trace(model), dict(model.named_modules())
-    called = [modules[str(node.target)] for node in _prefix_nodes(graph, modules) if node.op == "call_module"]
+    graph, modules = trace_module(model), dict(model.named_modules())
+    called = [modules[str(node.target)] for node in prefix_nodes(graph, modules) if node.op == "call_module"]
     check_serves([module for module in called if isinstance(module, nn.Conv2d)])
 
 
@@ -86,21 +85,13 @@ def _accelerate(module: nn.Module, calibration: int) -> bool:
     """This module if it can be traced, else the largest of its parts that can."""
     if not any(module.children()) or "gradfilter_program" in module.__dict__:
         return False
-    if _why_untraceable(module):
+    if why_untraceable(module):
         done = [_accelerate(child, calibration) for child in module.children()]
         return any(done)
     module.__dict__["gradfilter_program"] = Program(calibration)
     base: Any = type(module)
     module.__class__ = region_class(base, Accelerated)
     return True
-
-
-def _why_untraceable(module: nn.Module) -> str:
-    try:
-        _trace(module)
-    except Exception as error:  # whatever a user's forward does with a stand-in for a tensor
-        return str(error).partition("\n")[0] or type(error).__name__
-    return ""
 
 
 class Acceleration(NamedTuple):
@@ -143,11 +134,11 @@ def acceleration(model: nn.Module) -> Acceleration:
 
 
 def _describe(module: nn.Module) -> list[list[str]]:
-    graph, modules = _trace(module), dict(module.named_modules())
+    graph, modules = trace_module(module), dict(module.named_modules())
     int8: Calibration | None = module.__dict__["gradfilter_program"].calibration
     if int8 is None:
-        return describe(graph, modules, _frozen_nodes(graph, modules, set()))
-    prefix = _prefix_nodes(graph, modules)
+        return describe(graph, modules, frozen_nodes(graph, modules, set()))
+    prefix = prefix_nodes(graph, modules)
     return describe(graph, modules, prefix, apart=prefix, in_int8=int8.kept)
 
 
@@ -161,66 +152,6 @@ class Accelerated(RegionModule):
         if ready is None:
             return module.gradfilter_base.forward(self, *args, **kwargs)
         return ready.run(dict(zip(ready.inputs, args, strict=True)))
-
-
-class Split(NamedTuple):
-    """A model in two: ``tail(prefix(x))`` is ``model(x)``, and nothing in ``prefix`` trains.
-
-    prefix gives what the tail reads of it: one tensor or more, the batch first. frozen: every number prefix
-    uses; signature: what it does with them.
-    """
-
-    prefix: Callable[[Tensor], tuple[Tensor, ...]]
-    tail: Callable[[Sequence[Tensor]], Any]
-    frozen: list[Tensor]
-    signature: str
-
-
-def split(model: nn.Module) -> Split:
-    """Cut the model where its first trained layer begins.
-
-    >>> import gradfilter as gf
-    >>> model = gf.apply_(gf.models.build("tiny"), gf.GradientFilter(patch=2), "last:2")
-    >>> parts, x = gf.split(model), torch.randn(2, 3, 32, 32)
-    >>> torch.allclose(parts.tail(parts.prefix(x)), model(x), atol=1e-5)
-    True
-    """
-    program, name = model.__dict__.get("gradfilter_program") or Program(), type(model).__name__
-    if why := _why_untraceable(model):
-        raise GradFilterError(f"{name} cannot be split, because it cannot be traced: {why}")
-    with torch.enable_grad():
-        ready = program.ready(model, (torch.empty(0),), {})
-    if ready is None:
-        raise GradFilterError(
-            f"{name} cannot be split: it has several inputs, its modules have hooks, or autocast is on."
-        )
-    border = ready.border
-    if not ready.prefix or any(node.op == "placeholder" for node in border):
-        raise GradFilterError("There is no frozen prefix: the first layer of the model trains.")
-    if not ready.tail:
-        raise GradFilterError("There is no tail: nothing in the model trains; call gf.apply_ first.")
-    program.check_calibrated()
-
-    def prefix(x: Tensor) -> tuple[Tensor, ...]:
-        values: Values = dict(zip(ready.inputs, [x], strict=True))
-        ready.run_prefix(values)
-        program.check_calibrated()  # it begins anew with other weights
-        features = tuple(values[node] for node in border)
-        if not all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in features):
-            raise GradFilterError(f"{name} cannot be split: its trained part reads sizes of its frozen part.")
-        return features
-
-    def tail(features: Sequence[Tensor]) -> Any:
-        with torch.enable_grad():  # the mode may have changed, and with it what there is to do
-            now = program.ready(model, (torch.empty(0),), {})
-        by_name = {node.name: node for node in now.border} if now else {}
-        if now is None or [node.name for node in border] != list(by_name):
-            raise GradFilterError(
-                f"What trains in {name} has changed since it was split, or it has hooks; split again."
-            )
-        return now.run_tail({by_name[n.name]: f for n, f in zip(border, features, strict=True)})
-
-    return Split(prefix, tail, ready.prefix_tensors(), ready.signature())
 
 
 @dataclass
@@ -347,80 +278,13 @@ def _hooks(modules: list[nn.Module]) -> list[Any]:
 
 
 def _make_ready(module: nn.Module, args: tuple[Any, ...], calibration: Calibration | None) -> Ready:
-    graph = _trace(module)
+    graph = trace_module(module)
     modules: dict[str, Any] = dict(module.named_modules())
     given = [node for node in graph.nodes if node.op == "placeholder"]
     moving = {n for n, a in zip(given, args, strict=False) if torch.is_grad_enabled() and a.requires_grad}
-    frozen = _frozen_nodes(graph, modules, moving)
-    apart = frozen & _prefix_nodes(graph, modules) if calibration else set()
+    frozen = frozen_nodes(graph, modules, moving)
+    apart = frozen & prefix_nodes(graph, modules) if calibration else set()
     steps = make_steps(graph, modules, frozen, apart)
     prefix = [step for step in steps if step.node in (apart if calibration else frozen)]
     ordered = [node for node in graph.nodes if node in frozen]
     return Ready(graph, modules, ordered, prefix, steps[len(prefix) :], calibration)
-
-
-def _prefix_nodes(graph: Graph, modules: dict[str, Any]) -> set[Node]:
-    """What is frozen while the model trains: int8 changes its values, so the same ones in evaluation."""
-    with torch.enable_grad():
-        return _frozen_nodes(graph, modules, set())
-
-
-def _frozen_nodes(graph: Graph, modules: dict[str, Any], moving: set[Node]) -> set[Node]:
-    """The nodes whose value needs no gradient."""
-    moving = set(moving)
-    for node in graph.nodes:
-        trains = torch.is_grad_enabled() and _trains(node, modules)
-        if trains or any(n in moving for n in node.all_input_nodes):
-            moving.add(node)
-    return {node for node in graph.nodes if node not in moving and node.op not in ("placeholder", "output")}
-
-
-def _trains(node: Node, modules: dict[str, Any]) -> bool:
-    if node.op == "call_module":
-        return any(p.requires_grad for p in modules[node.target].parameters())  # type: ignore[index]
-    if node.op == "get_attr":
-        owner, _, name = str(node.target).rpartition(".")
-        return bool(getattr(getattr(modules[owner], name), "requires_grad", False))
-    return False
-
-
-class _Tracer(Tracer):
-    """Every layer and norm is a leaf, subclasses with a forward of their own too."""
-
-    proxy_buffer_attributes = True  # else what is computed with a buffer would be read once, for good
-
-    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return isinstance(module, (*LAYERS, *NORMS)) or super().is_leaf_module(module, name)
-
-
-_tracing = threading.RLock()  # torch.fx patches nn.Module for the whole process while it traces
-
-
-def _trace(module: nn.Module) -> Graph:
-    """The module's graph, read off its own class's forward: ours takes any arguments, which says nothing."""
-    base: Any = type(module)
-    while issubclass(base, RegionModule):
-        base = base.gradfilter_base
-    shell = base.__new__(base)
-    shell.__dict__ = dict(module.__dict__)  # what tracing or a forward sets goes there
-    inside = [part for part in module.modules() if part is not module]
-    before = [dict(part.__dict__) for part in inside]
-    with _tracing, torch.no_grad():  # inside, modules run as their own classes do
-        try:
-            graph = _Tracer().trace(shell)
-        finally:
-            changed = [p for p, known in zip(inside, before, strict=True) if not _same(p.__dict__, known)]
-            for part, known in zip(inside, before, strict=True):
-                part.__dict__.clear()
-                part.__dict__.update(known)
-    if changed or not _same(shell.__dict__, module.__dict__):
-        raise GradFilterError("its forward sets attributes, or computes with its own tensors alone")
-    if any(str(node.target).startswith("*") for node in graph.nodes if node.op == "placeholder"):
-        raise GradFilterError("its forward takes any number of arguments")
-    if why := why_unsafe(graph, dict(module.named_modules())):
-        raise GradFilterError(why)
-    return graph
-
-
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)

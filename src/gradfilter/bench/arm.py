@@ -159,7 +159,7 @@ class Arm:
         self._labels: Tensor | None = None
 
     def _from_features(self) -> Callable[[], Any]:
-        from ..program import split
+        from ..splitting import split
 
         parts = split(self.model)
         with torch.no_grad():

@@ -19,8 +19,8 @@ from ..data.check import check
 from ..data.samples import Data
 from ..errors import GradFilterError
 from ..plans import DOES_NOT_RUN, Plan, format_bytes
-from ..program import split
 from ..progress import Tell, silent
+from ..splitting import split
 from .building import built, example_of, make_ready_, plan_of
 from .loop import History, Samples, Training
 from .processes import is_first, together

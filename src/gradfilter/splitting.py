@@ -1,0 +1,76 @@
+"""A model in two: what is frozen before its first trained layer, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .errors import GradFilterError
+from .fusion import Values
+from .graphs import why_untraceable
+from .program import Program
+
+__all__ = ["Split", "split"]
+
+
+class Split(NamedTuple):
+    """A model in two: ``tail(prefix(x))`` is ``model(x)``, and nothing in ``prefix`` trains.
+
+    prefix gives what the tail reads of it: one tensor or more, the batch first. frozen: every number prefix
+    uses; signature: what it does with them.
+    """
+
+    prefix: Callable[[Tensor], tuple[Tensor, ...]]
+    tail: Callable[[Sequence[Tensor]], Any]
+    frozen: list[Tensor]
+    signature: str
+
+
+def split(model: nn.Module) -> Split:
+    """Cut the model where its first trained layer begins.
+
+    >>> import gradfilter as gf
+    >>> model = gf.apply_(gf.models.build("tiny"), gf.GradientFilter(patch=2), "last:2")
+    >>> parts, x = gf.split(model), torch.randn(2, 3, 32, 32)
+    >>> torch.allclose(parts.tail(parts.prefix(x)), model(x), atol=1e-5)
+    True
+    """
+    program, name = model.__dict__.get("gradfilter_program") or Program(), type(model).__name__
+    if why := why_untraceable(model):
+        raise GradFilterError(f"{name} cannot be split, because it cannot be traced: {why}")
+    with torch.enable_grad():
+        ready = program.ready(model, (torch.empty(0),), {})
+    if ready is None:
+        raise GradFilterError(
+            f"{name} cannot be split: it has several inputs, its modules have hooks, or autocast is on."
+        )
+    border = ready.border
+    if not ready.prefix or any(node.op == "placeholder" for node in border):
+        raise GradFilterError("There is no frozen prefix: the first layer of the model trains.")
+    if not ready.tail:
+        raise GradFilterError("There is no tail: nothing in the model trains; call gf.apply_ first.")
+    program.check_calibrated()
+
+    def prefix(x: Tensor) -> tuple[Tensor, ...]:
+        values: Values = dict(zip(ready.inputs, [x], strict=True))
+        ready.run_prefix(values)
+        program.check_calibrated()  # it begins anew with other weights
+        features = tuple(values[node] for node in border)
+        if not all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in features):
+            raise GradFilterError(f"{name} cannot be split: its trained part reads sizes of its frozen part.")
+        return features
+
+    def tail(features: Sequence[Tensor]) -> Any:
+        with torch.enable_grad():  # the mode may have changed, and with it what there is to do
+            now = program.ready(model, (torch.empty(0),), {})
+        by_name = {node.name: node for node in now.border} if now else {}
+        if now is None or [node.name for node in border] != list(by_name):
+            raise GradFilterError(
+                f"What trains in {name} has changed since it was split, or it has hooks; split again."
+            )
+        return now.run_tail({by_name[n.name]: f for n, f in zip(border, features, strict=True)})
+
+    return Split(prefix, tail, ready.prefix_tensors(), ready.signature())
