@@ -177,7 +177,8 @@ def test_a_task_must_be_one_that_the_data_serves(tmp_path: Path) -> None:
     put_classes(tmp_path)
     assert "not to segment" in refusal(f"folder:{tmp_path}", task="segment")
     assert "not to segment" in refusal("digits", task="segment")
-    assert "no data to segment" in refusal(tmp_path, task="segment")
+    told = refusal(tmp_path, task="segment")
+    assert "no data to segment that is known; it is folder, data to classify" in told
 
 
 # Broken files

@@ -93,6 +93,30 @@ def test_through_gate(gate: Gate, use_native: Callable[[bool], None]) -> None:
         torch.testing.assert_close(made, gate.times(values, kept, grid, scale), rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gate", GATES, ids=str)
+@pytest.mark.usefixtures("threads")
+def test_gates_of_every_pixel(gate: Gate, dtype: torch.dtype, use_native: Callable[[bool], None]) -> None:
+    """One bit per value: the same bits as torch's operators, so that either may read what the other wrote."""
+    random, cases = Random(2), []  # noqa: S311
+    for shape in [draw_maps(random, dtype)[0].shape for _ in range(40)] + [torch.Size((3, 129, 33, 17))]:
+        y, grad = (torch.randn(shape, dtype=dtype).to(memory_format=torch.channels_last) for _ in range(2))
+        y, scale = 4 * y, torch.randn(1, shape[1], 1, 1, dtype=dtype)
+        cases.append((y, grad, scale, Grid.of(tuple(shape), (1, 1, 1, 1))))
+    ours = [gated(gate, *case) for case in cases]
+    use_native(False)
+    for case, (bits, *gradients) in zip(cases, ours, strict=True):
+        same, *wanted = gated(gate, *case)
+        assert torch.equal(bits, same)
+        for made, right in zip(gradients, wanted, strict=True):
+            assert torch.allclose(made, right, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def gated(gate: Gate, y: Tensor, grad: Tensor, scale: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    bits = gate.after(y, grid)
+    return bits, gate.times(grad, bits, grid), gate.times(grad, bits, grid, scale)
+
+
 def draw_depthwise(random: Random) -> tuple[ConvGeometry, tuple[int, int]]:
     axes, n, channels = [], random.randint(1, 3), random.choice([1, 6, 40])
     for _ in range(2):

@@ -114,7 +114,7 @@ def test_the_csv_holds_the_labels(tmp_path: Path) -> None:
     assert write_labels(tmp_path / "labels.csv", found) == 2
     with (tmp_path / "labels.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.reader(stream))
-    assert rows[0] == ["file", "label", "probability"]
+    assert rows[0] == ["path", "label", "probability"]
     assert rows[1:] == [["a,b.jpg", 'the "red"\none', "0.250000"], ["ü.png", "blue", "1.000000"]]
 
 

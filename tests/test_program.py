@@ -129,6 +129,46 @@ def test_comparison_notices_a_wrong_fold(mistake: str, monkeypatch: pytest.Monke
     assert differences(model, gf.accelerate_(copy.deepcopy(model)), x)["output"] > 1e-6
 
 
+def with_learned_norms(name: str, method: gf.Method) -> nn.Module:
+    model = gf.apply_(with_statistics(MODELS[name]()).double(), method, "all", norm="affine").eval()
+    with torch.no_grad():
+        for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d) and m.weight is not None):
+            norm.weight[::3] = 0.0  # what has no scale has a gradient of it all the same
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("method", [FILTER, gf.GradientFilter(4, taps="collapse"), gf.Exact()], ids=str)
+@pytest.mark.usefixtures("vision")
+@pytest.mark.parametrize("name", ["residual", "tiny", "mobilenet_v2"])
+def test_norms_that_train(name: str, method: gf.Method) -> None:
+    model = with_learned_norms(name, method)
+    faster = gf.accelerate_(copy.deepcopy(model))
+    found = differences(model, faster, torch.randn(2, 3, 36, 36, dtype=torch.float64))
+    assert max(found.values()) < TOLERANCE[torch.float64], found
+
+
+def test_norms_that_train_keep_nothing_where_the_weight_tells_their_gradient() -> None:
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for method, folds in ((gf.Exact(), True), (FILTER, True), (gf.HOSVD(0.8), False)):
+        model = with_learned_norms("tiny", method)
+        faster = gf.accelerate_(copy.deepcopy(model))
+        assert ("conv + norm" in str(gf.acceleration(faster))) == folds
+        with gf.kept_bytes(model) as plain:
+            model(x)
+        with gf.kept_bytes(faster) as kept:
+            faster(x)
+        assert (sum(kept.values()) < sum(plain.values())) == folds
+
+
+def test_comparison_notices_a_norm_folded_where_it_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gf.GradientFilter, "tells_output", lambda self, module: True)
+    model = with_learned_norms("tiny", FILTER)
+    found = differences(
+        model, gf.accelerate_(copy.deepcopy(model)), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    )
+    assert max(found.values()) > 1e-3
+
+
 def test_the_model_stays_what_it_was() -> None:
     model = gf.apply_(MODELS["tiny"](), FILTER, "last:2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -196,6 +196,24 @@ def test_interrupted_and_resumed_gives_the_same_bits(
     assert losses[0] == losses[1]
 
 
+def test_stopped_behind_any_step_of_sixty_and_resumed_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind every single one with GRADFILTER_STOPS=1, which takes some minutes."""
+    from gradfilter.training.loop import Training
+
+    options = ["--data", "digits", "--shots", "4", "--steps", "60", "--layers", "last:3"]
+    assert train(tmp_path / "whole", *options) == 0
+    every = int(os.environ.get("GRADFILTER_STOPS", "25"))
+    for after in range(every, 60, every):
+        stopped = tmp_path / str(after)
+        with monkeypatch.context() as patched:
+            patched.setattr(Training, "_take_step", interrupting(after))
+            assert train(stopped, *options) == 130
+        assert run("train", "--resume", stopped) == 0
+        assert_same(weights(tmp_path / "whole"), weights(stopped))
+
+
 def test_resumed_from_pretrained_weights_and_cached_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +306,7 @@ def test_on_top_of_an_earlier_run(pictures: Path, tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
-    [("epochs", "many", "epochs must be int, not 'many'"), ("epochs", 1, "is at step 30 already")],
+    [("epochs", "many", "epochs must be a whole number, not 'many'"), ("epochs", 1, "is at step 30 already")],
 )
 def test_a_run_whose_settings_were_edited_is_refused(
     field: str, value: Any, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

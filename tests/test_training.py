@@ -98,6 +98,36 @@ def test_stopped_at_every_step_and_resumed_gives_the_same_bits(
         assert [e["loss"] for e in again.history.epochs] == [e["loss"] for e in whole.history.epochs]
 
 
+LONG = """
+import os, sys
+from pathlib import Path
+import torch
+from test_training import training
+
+sizes, kept = [], []
+
+def note(task, step, total):
+    if sys.argv[1] == "True":
+        kept.append(torch.ones(2**14))
+    if task == "training" and step in (150, 600):
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+made = training(steps=600)
+made.tell = note
+made.run()
+print(sizes[1] - sizes[0])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("leaks", [False, True])
+def test_memory_stays_flat(leaks: bool) -> None:
+    """experiments/long_run.py has 3,000 steps of a real model. The negative control keeps 64 KiB per step."""
+    command = [sys.executable, "-W", "ignore", "-c", LONG, str(leaks)]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) > 8 * 2**20) == leaks
+
+
 def test_a_resumed_training_without_the_optimizers_state_is_another_one(tmp_path: Path) -> None:
     """The negative control of the test above."""
     whole = training()

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph, Node
 
-from .methods import Exact
+from .methods import Exact, Method
 from .modules import AdaptedLayer
 from .ops.fused import HARDSWISH, NONE, RELU, SILU, Activation, activation_of, bounded
 
-__all__ = ["Chain", "find_chains", "is_sum", "only_reader", "why_alone", "why_no_norm"]
+__all__ = ["NO_NORM", "Chain", "find_chains", "is_sum", "only_reader", "why_alone", "why_no_norm"]
 
+NO_NORM = "no batch norm reads it alone"
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 FUNCTIONS: dict[Any, Activation] = {
     **dict.fromkeys((F.relu, torch.relu, torch.relu_, "relu", "relu_"), RELU),
@@ -64,9 +65,7 @@ def _chain(conv: Node, modules: dict[str, Any], frozen: AbstractSet[Node]) -> Ch
         return None
     if len(conv.args) != 1 or conv.kwargs:
         return None
-    norm = only_reader(conv)
-    if norm is not None and not _is_constant(norm, modules, frozen):
-        norm = None
+    norm = None if why_no_norm(conv, modules, frozen) else only_reader(conv)
     last = norm or conv
     add = _sum_behind(last, conv, frozen)
     last = add or last
@@ -91,15 +90,20 @@ def why_alone(module: Any) -> str:
     return f"padding={module.padding!r}" if isinstance(module.padding, str) else ""
 
 
-def _is_constant(node: Node, modules: dict[str, Any], frozen: AbstractSet[Node]) -> bool:
-    """A batch norm that is the same scale and shift at every step."""
-    if node.op != "call_module":
-        return False
-    norm = modules[node.target]  # type: ignore[index]
-    if getattr(norm, "gradfilter_base", type(norm)) is not nn.BatchNorm2d or norm.training:
-        return False
-    trains = any(p is not None and p.requires_grad for p in norm._parameters.values())
-    return norm.running_var is not None and (node in frozen or not trains)
+def why_no_norm(node: Node, modules: dict[str, Any], frozen: AbstractSet[Node]) -> str:
+    """Why there is no norm behind a convolution that can be folded into it; nothing if there is one."""
+    behind, conv = only_reader(node), modules[str(node.target)]
+    norm: Any = modules[str(behind.target)] if behind is not None and behind.op == "call_module" else None
+    if getattr(norm, "gradfilter_base", type(norm)) is not nn.BatchNorm2d:
+        return NO_NORM
+    if norm.training or norm.running_var is None:
+        return "its norm uses batch statistics"
+    if behind in frozen or not any(p is not None and p.requires_grad for p in (norm.weight, norm.bias)):
+        return ""
+    method: Method | None = getattr(conv, "gradfilter_method", None)
+    if method is not None and conv.weight.requires_grad and method.tells_output(conv):
+        return ""
+    return "its norm trains, and the weight's gradient does not tell that of the norm's scale"
 
 
 def only_reader(node: Node) -> Node | None:
@@ -123,14 +127,6 @@ def _activation(node: Node, modules: dict[str, Any]) -> Activation | None:
         return activation_of(modules[node.target])  # type: ignore[index]
     plain = len(node.args) == 1 and set(node.kwargs) <= {"inplace"}
     return FUNCTIONS.get(node.target) if plain else None
-
-
-def why_no_norm(conv: Node, modules: dict[str, Any]) -> str:
-    norm = only_reader(conv)
-    module = modules[str(norm.target)] if norm is not None and norm.op == "call_module" else None
-    if not isinstance(module, nn.BatchNorm2d):
-        return ""
-    return "its norm uses batch statistics" if module.training else "its norm trains"
 
 
 def is_sum(node: Node) -> bool:

@@ -5,9 +5,9 @@ Each run has a process of its own, so that its peak memory is its own.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,8 @@ def _summary(reports: dict[str, Report]) -> Report:
         Comparison("kept for the backward", "bytes", {arm: _value(r, "kept") for arm, r in reports.items()}),
         Comparison("peak of the process", "bytes", {arm: _value(r, "peak") for arm, r in reports.items()}),
     ]
-    facts = json.loads(json.dumps(vars(main), default=str))
-    kept = {name: facts[name] for name in ("settings", "epochs", "scores", "best", "classes", "environment")}
-    return Report(
-        "MobileNetV2 learns digits: exact and filtered",
-        **kept,
-        plan=main.plan,
-        confusion=main.confusion,
-        costs=costs,
-        others=others,
-    )
+    title = "MobileNetV2 learns digits: exact and filtered"
+    return replace(main, title=title, costs=costs, others=others)
 
 
 def _value(report: Report, name: str) -> float | None:

@@ -36,5 +36,5 @@ def nearest(word: str, known: Iterable[str]) -> str:
     >>> nearest("zzz", ["fc"])
     ''
     """
-    close = get_close_matches(word, list(known), n=3, cutoff=0.5)
+    close = get_close_matches(word, list(known), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(close)}?" if close else ""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .chains import Chain, find_chains, is_sum, only_reader, why_alone, why_no_norm
+from .chains import NO_NORM, Chain, find_chains, is_sum, only_reader, why_alone, why_no_norm
 from .inverted import Block, find_blocks
 from .methods import Exact, Method
 from .modules import CONVOLUTIONS
@@ -105,7 +105,8 @@ def describe(
         if node in apart and getattr(node.args[0], "name", None) in in_int8:
             begins = "int8 conv"
         how = " + ".join([begins, *(name for name, part in parts.items() if part is not None)])
-        made.append([str(node.target), how, "" if chain.norm else why_no_norm(node, modules)])
+        why = why_no_norm(node, modules, apart if node in apart else frozen)
+        made.append([str(node.target), how, "" if why == NO_NORM else why])
     return made
 
 
@@ -121,7 +122,8 @@ def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node]) -> Ste
         return Step(last, fused.frozen, (x,), {}, fused)
     kind = fused.activation
     run = None if kind.is_gate else kind.run_
-    followers = Followers(fused.norm, None, run_activation=run, slope=kind.slope)
+    norm_behind = None if fused.norm_trains else fused.norm  # else autograd itself goes through the fold
+    followers = Followers(norm_behind, None, run_activation=run, slope=kind.slope)
     return Step(last, partial(_trained, fused, followers), (x,), {}, fused)
 
 
@@ -165,8 +167,11 @@ def _run_trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
     geometry = fused.geometry(x)
     method: Method = conv.gradfilter_method
     method = Exact() if method.refuses(geometry) else method
-    call = Call(fused.trained, geometry, method, conv.gradfilter_memory, 1, followers)
-    return run_layer(x, conv.weight, conv.bias, call)
+    settings = (geometry, method, conv.gradfilter_memory, 1, followers)
+    if followers.norm is not fused.norm:
+        folded = fused.weight_with_norm(), fused.bias_with_norm()
+        return run_layer(x, *folded, Call(fused.trained_folded, *settings, fused.weight_with_norm))
+    return run_layer(x, conv.weight, conv.bias, Call(fused.trained, *settings))
 
 
 def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], frozen: set[Node]) -> Step:

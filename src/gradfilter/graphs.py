@@ -47,11 +47,22 @@ def trace_module(module: nn.Module) -> Graph:
                 part.__dict__.update(known)
     if changed or not _same(shell.__dict__, module.__dict__):
         raise GradFilterError("its forward sets attributes, or computes with its own tensors alone")
+    modules = dict(module.named_modules())
+    _drop_identities(graph, modules)
     if any(str(node.target).startswith("*") for node in graph.nodes if node.op == "placeholder"):
         raise GradFilterError("its forward takes any number of arguments")
-    if why := why_unsafe(graph, dict(module.named_modules())):
+    if why := why_unsafe(graph, modules):
         raise GradFilterError(why)
     return graph
+
+
+def _drop_identities(graph: Graph, modules: dict[str, Any]) -> None:
+    """Modules that pass a value on hide what comes next from what comes before."""
+    for node in list(graph.nodes):
+        module = modules[str(node.target)] if node.op == "call_module" else None
+        if getattr(module, "gradfilter_base", type(module)) is nn.Identity and len(node.args) == 1:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -177,7 +177,7 @@ def write_labels(file: str | os.PathLike[str], labels: Iterable[Label]) -> int:
     count = 0
     with replacing(file) as partial, partial.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["file", "label", "probability"])
+        writer.writerow(["path", "label", "probability"])
         for found in labels:
             writer.writerow([found.name, found.label, f"{found.probability:.6f}"])
             count += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -29,7 +29,7 @@ from .modules import RegionModule, region_class
 from .plans import table
 from .region import region
 
-__all__ = ["Acceleration", "Program", "accelerate_", "acceleration"]
+__all__ = ["Acceleration", "Program", "accelerate_", "accelerate_if_possible_", "acceleration"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -107,6 +107,12 @@ class Acceleration(NamedTuple):
     def __str__(self) -> str:
         rows = table([["layer", "runs as", "why no more"], *self.rows])
         return f"{rows}\n{self.int8}" if self.int8 else rows
+
+
+def accelerate_if_possible_(model: nn.Module) -> None:
+    """As ``accelerate_``; what cannot be traced, or is accelerated already, stays as it is."""
+    with suppress(GradFilterError):
+        accelerate_(model)
 
 
 def acceleration(model: nn.Module) -> Acceleration:

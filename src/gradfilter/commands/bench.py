@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .options import add_model, check_writable, count
+from .options import add_command, add_model, check_writable, count
 
 __all__ = ["EXAMPLES", "add"]
 
@@ -44,12 +44,7 @@ def add(commands: Any) -> None:
         "step": "whole training steps of any model: time, memory, energy",
     }
     for name, help_ in helps.items():
-        kind = kinds.add_parser(
-            name,
-            help=help_,
-            epilog=EXAMPLES[name],
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        kind = add_command(kinds, name, help_, EXAMPLES[name])
         if name == "step":
             _add_step(kind)
         kind.add_argument("--batch", type=count, default=8, help="pictures in a batch (default: 8)")

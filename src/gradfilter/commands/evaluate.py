@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..errors import GradFilterError
-from .options import check_writable
+from .options import add_command, add_run, check_writable
 
 __all__ = ["add"]
 
@@ -19,15 +19,9 @@ examples:
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "eval",
-        help="test a trained run",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", metavar="RUN", help="the folder of the run")
+    parser = add_command(commands, "eval", "test a trained run", EXAMPLES)
+    add_run(parser)
     parser.add_argument("--data", help="other data than the run's own")
-    parser.add_argument("--weights", choices=["best", "last"], default="best", help="default: best")
     parser.add_argument("--json", metavar="FILE", help="also write the scores to a file")
     parser.set_defaults(run=_run)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GradFilterError
+from .options import add_command, add_run
 
 __all__ = ["add"]
 
@@ -28,15 +29,11 @@ examples:
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "export",
-        help="write a trained run as ONNX, ExecuTorch, safetensors or state dict",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "export", "write a trained run as ONNX, ExecuTorch, safetensors or state dict", EXAMPLES
     )
-    parser.add_argument("folder", metavar="RUN", help="the folder of the run")
+    add_run(parser)
     parser.add_argument("file", metavar="FILE", help=f"ends in {', '.join(KINDS)}")
-    parser.add_argument("--weights", choices=["best", "last"], default="best", help="default: best")
     parser.set_defaults(run=_run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import GradFilterError
 
@@ -14,7 +14,29 @@ if TYPE_CHECKING:
 
     from ..plans import Plan
 
-__all__ = ["add_model", "add_planning", "check_writable", "count", "model_of", "plan_of"]
+__all__ = [
+    "add_command",
+    "add_model",
+    "add_planning",
+    "add_run",
+    "check_writable",
+    "count",
+    "model_of",
+    "plan_of",
+]
+
+
+def add_command(commands: Any, name: str, help_: str, examples: str) -> argparse.ArgumentParser:
+    """A command whose --help ends with examples, as they are written."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return parser
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", help="the folder of the run")
+    parser.add_argument("--weights", choices=["best", "last"], default="best", help="default: best")
 
 
 def add_planning(parser: argparse.ArgumentParser, *, size: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GradFilterError
+from .options import add_command, add_run
 
 if TYPE_CHECKING:
     from ..prediction import Label, Mask
@@ -24,18 +25,14 @@ examples:
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "predict",
-        help="label pictures, or make their masks, with a trained run",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "predict", "label pictures, or make their masks, with a trained run", EXAMPLES
     )
-    parser.add_argument("folder", metavar="RUN", help="the folder of the run")
+    add_run(parser)
     parser.add_argument("pictures", nargs="+", help="files, or folders of them")
     parser.add_argument(
         "--out", help="a CSV file for labels (default: print them), a folder for masks (masks/)"
     )
-    parser.add_argument("--weights", choices=["best", "last"], default="best", help="default: best")
     parser.set_defaults(run=_run)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from .options import add_command
+
 __all__ = ["add"]
 
 EXAMPLES = """\
@@ -16,12 +18,7 @@ examples:
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "recipes",
-        help="list the recipes for train, or show one",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "recipes", "list the recipes for train, or show one", EXAMPLES)
     parser.add_argument("name", nargs="?", help="the one to show")
     parser.set_defaults(run=_run)
 

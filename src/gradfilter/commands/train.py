@@ -72,8 +72,11 @@ def _spelled(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _parser() -> Any:
-    from jsonargparse import ArgumentParser, DefaultHelpFormatter
-    from jsonargparse._actions import ActionConfigFile
+    from jsonargparse import (  # type: ignore[attr-defined]  # lazily exported
+        ActionConfigFile,
+        ArgumentParser,
+        DefaultHelpFormatter,
+    )
 
     class Formatter(DefaultHelpFormatter):
         """Examples as they are written."""
@@ -155,10 +158,9 @@ def _processes() -> Iterator[None]:
 
 def _result(job: Job, history: History) -> str:
     last, best = history.epochs[-1], history.best_scores
-    names = [name for name in last if name not in ("epoch", "loss", "seconds", "waited")]
     lines = [
         f"{name.replace('_', ' ')}: {best[name]:.2f} % best (epoch {best['epoch']}), {last[name]:.2f} % last"
-        for name in names
+        for name in history.score_names
     ]
     if history.why_ended:
         lines.append(f"Stopped early: {history.why_ended}.")

@@ -264,14 +264,16 @@ def _fetch_all(kind: str, path: Path, tell: Tell) -> None:
 
 
 def _recognised(path: Path, task: Task | None) -> str:
-    for name, kind in KINDS.items():
-        if (task is None or task in kind.tasks) and kind.is_at(path):
+    there = [name for name, kind in KINDS.items() if kind.is_at(path)]
+    for name in there:
+        if task is None or task in KINDS[name].tasks:
             return name
     wanted = "" if task is None else f" to {task}"
+    instead = f"; it is {there[0]}, data to {' or '.join(KINDS[there[0]].tasks)}" if there else ""
     looked = "; ".join(
         f"{name}: {kind.layout}" for name, kind in KINDS.items() if task is None or task in kind.tasks
     )
-    raise GradFilterError(f"{path} has no data{wanted} that is known. Looked for {looked}.")
+    raise GradFilterError(f"{path} has no data{wanted} that is known{instead}. Looked for {looked}.")
 
 
 def _known_task(kind: str, task: Task | None) -> Task | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..errors import GradFilterError
 from ..plans import NormPolicy, Plan
-from ..program import accelerate_
+from ..program import accelerate_if_possible_
 from ..selection import Layers
 from ..surgery import Methods, apply_
 
@@ -43,5 +41,4 @@ class Recipe:
         if not self.accelerate:
             return
         for part in (*model.children(), model) if by_parts else (model,):
-            with suppress(GradFilterError):  # it cannot be traced, or is accelerated by its parts
-                accelerate_(part)
+            accelerate_if_possible_(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..coarse import densify
 from ..geometry import ConvGeometry
@@ -27,3 +27,6 @@ class Exact(Method):
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want
     ) -> Gradients:  # as the base class does, but both in one call
         return exact_backward(densify(grad), kept[0] if kept else None, weight, geometry, want)
+
+    def tells_output(self, module: nn.Module) -> bool:
+        return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..coarse import CoarseGradient, densify, onto
 from ..errors import PlanError
@@ -15,6 +15,7 @@ from ..geometry import ConvGeometry
 from ..grid import per_axis
 from ..ops.coarse_conv import coarse_backward, coarse_macs
 from ..ops.exact_conv import Gradients, Want, exact_backward
+from ..ops.fused import is_pointwise
 from ..ops.means import patch_means
 from ..ops.storage import STORES, Store
 from .base import Memory, Method
@@ -117,6 +118,11 @@ class GradientFilter(Method):
         if want.weight:
             weight_grad = of_weight.backward(grad, x, weight, geometry, Want(False, True)).weight
         return Gradients(x_grad, weight_grad)
+
+    def tells_output(self, module: nn.Module) -> bool:
+        """Where a pixel of the output reads one of the input, patch means say all that is asked for."""
+        plain = self.weight_patch is None and self.input_gradient == "coarse" and self.store == "same"
+        return plain and isinstance(module, nn.Conv2d) and is_pointwise(module)
 
     def backward_macs(self, geometry: ConvGeometry, want: Want) -> int:
         return sum(way.macs(geometry) * asked for way, asked in zip(self._ways(geometry), want, strict=True))

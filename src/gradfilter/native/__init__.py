@@ -27,8 +27,10 @@ __all__ = [
     "fits_blocks",
     "is_channels_last",
     "max_pool",
+    "open_bits",
     "open_in_both",
     "open_pixels_and_means",
+    "through_bits",
     "through_gate",
 ]
 
@@ -39,6 +41,8 @@ _ARGUMENTS = {
     "gf_both": [_P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _D, _D, _D, _I],
     "gf_max_pool": [_P, _P, _P, _L, _L, _P, _P, _D, _D, _I],
     "gf_gate": [_P, _P, _P, _P, _P, _L, _L, _L, _D, _I],
+    "gf_open_bits": [_P, _P, _L, _D, _D, _I],
+    "gf_through_bits": [_P, _P, _P, _P, _L, _L, _D, _I],
     "gf_depthwise": [_P, _P, _P, _P, _P, _P, _P, _L, _L, _P, _P, _P, _P, _I],
     "gf_encode": [_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _I],
     "gf_decode": [_P, _P, _P, _L, _L, _L, _I],
@@ -163,6 +167,25 @@ def through_gate(grad: Tensor, count: Tensor, scale: Tensor | None, per_pixel: T
     _functions()["gf_gate", grad.dtype](
         grad.data_ptr(), count.data_ptr(), _pointer(scale), per_pixel.data_ptr(), made.data_ptr(),
         n, height * width, channels, shut, torch.get_num_threads(),
+    )  # fmt: skip
+    return made
+
+
+def open_bits(y: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """Where y lies between the bounds, as ``ops.bits.pack`` packs it."""
+    made = torch.empty(-(-y.numel() // 8), dtype=torch.uint8)
+    _functions()["gf_open_bits", y.dtype](
+        y.data_ptr(), made.data_ptr(), y.numel(), *bounds, torch.get_num_threads()
+    )
+    return made
+
+
+def through_bits(grad: Tensor, bits: Tensor, scale: Tensor | None, shut: float) -> Tensor:
+    """grad * scale where bits say that a gate is open, times ``shut`` elsewhere."""
+    made = torch.empty_like(grad)
+    _functions()["gf_through_bits", grad.dtype](
+        grad.data_ptr(), _pointer(scale), bits.data_ptr(), made.data_ptr(), grad.numel(), grad.shape[1], shut,
+        torch.get_num_threads(),
     )  # fmt: skip
     return made
 

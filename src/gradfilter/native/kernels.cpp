@@ -291,6 +291,85 @@ EACH_PROCESSOR void gate_double(void *job) { gate_share<double>(job); }
 GATE(gf_gate_float, float, gate_float)
 GATE(gf_gate_double, double, gate_double)
 
+// ------------------------------------------------------------------------------------------------- gates of every pixel
+// One bit per value says where a gate is open: bit k of byte i is that of value k * plane + i, in the order of memory.
+
+namespace {
+constexpr long PIECE = 4096;  // bytes at a time, so that the bits stay in the cache
+
+template <class T>
+struct Bits : Job {
+  const T *values;  // the gate's output; or its gradient
+  const T *scale;   // of each channel, or null
+  uint8_t *bits;
+  T *made;
+  long total, plane, channels;
+  T low, high, shut;
+};
+
+template <class T>
+INLINE void note_share(void *given) {
+  const Bits<T> &job = *static_cast<Bits<T> *>(given);
+  const T low = job.low, high = job.high;
+  const Share mine = my_share(job, job.plane);
+  for (long begin = mine.begin; begin < mine.end; begin += PIECE) {
+    const long count = std::min(PIECE, mine.end - begin);
+    uint8_t bits[PIECE] = {};  // its own, so that the compiler knows that writing to it changes nothing else
+    for (int bit = 0; bit < 8; bit++) {
+      const T *y = job.values + bit * job.plane + begin;
+      const uint8_t set = uint8_t(1 << bit);
+      const long known = std::min(count, job.total - bit * job.plane - begin);
+      for (long i = 0; i < known; i++) bits[i] |= is_open(y[i], low, high) ? set : uint8_t(0);
+    }
+    std::copy(bits, bits + count, job.bits + begin);
+  }
+}
+
+template <class T>
+INLINE void pass_share(void *given) {
+  const Bits<T> &job = *static_cast<Bits<T> *>(given);
+  const T shut = job.shut, open = T(1) - job.shut;
+  const Share mine = my_share(job, job.plane);
+  for (long begin = mine.begin; begin < mine.end; begin += PIECE) {
+    for (int bit = 0; bit < 8; bit++) {
+      const long first = bit * job.plane;
+      const long end = std::min(std::min(begin + PIECE, mine.end), job.total - first);
+      for (long at = begin, next; at < end; at = next) {
+        const long channel = (first + at) % job.channels;
+        next = std::min(end, at + job.channels - channel);
+        const T *grad = job.values + first + at;
+        T *made = job.made + first + at;
+        const uint8_t *bits = job.bits + at;
+        if (job.scale) {
+          const T *scale = job.scale + channel;
+          for (long i = 0; i < next - at; i++) made[i] = grad[i] * (T(bits[i] >> bit & 1) * open + shut) * scale[i];
+        } else {
+          for (long i = 0; i < next - at; i++) made[i] = grad[i] * (T(bits[i] >> bit & 1) * open + shut);
+        }
+      }
+    }
+  }
+}
+
+EACH_PROCESSOR void note_float(void *job) { note_share<float>(job); }
+EACH_PROCESSOR void note_double(void *job) { note_share<double>(job); }
+EACH_PROCESSOR void pass_float(void *job) { pass_share<float>(job); }
+EACH_PROCESSOR void pass_double(void *job) { pass_share<double>(job); }
+}  // namespace
+
+#define BITS(T)                                                                                                    \
+  EXPORT void gf_open_bits_##T(const T *y, uint8_t *bits, long total, double low, double high, int threads) {      \
+    Bits<T> job{{}, y, nullptr, bits, nullptr, total, (total + 7) / 8, 1, T(low), T(high), T(0)};                  \
+    run(note_##T, job, total, threads);                                                                            \
+  }                                                                                                                \
+  EXPORT void gf_through_bits_##T(const T *grad, const T *scale, uint8_t *bits, T *made, long total,               \
+                                  long channels, double shut, int threads) {                                       \
+    Bits<T> job{{}, grad, scale, bits, made, total, (total + 7) / 8, channels, T(0), T(0), T(shut)};               \
+    run(pass_##T, job, total, threads);                                                                            \
+  }
+BITS(float)
+BITS(double)
+
 // ------------------------------------------------------------------------------------------------- depthwise backward
 // Per axis, input patch q is linked with a few output patches p; what a link weighs per tap is one of a few kinds.
 //   x_grad[q]  = sum over links (p, kind): kernel[kind] * grad[p], per pixel of q

@@ -63,6 +63,8 @@ class Gate(NamedTuple):
             )
             remember_means(y, grid, means)  # the layer that reads y keeps them
             return count
+        if grid.is_dense and native.fits(y):
+            return native.open_bits(y, self.bounds(y.dtype))
         openness = self.openness(y)
         return pack(openness != 0) if grid.is_dense else count_open(openness, grid)
 
@@ -89,6 +91,8 @@ class Gate(NamedTuple):
     def times(self, values: Tensor, kept: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
         if _is_native(values, grid) and native.is_channels_last(kept):
             return native.through_gate(values, kept, scale, per_pixel(grid, values.dtype), self.shut)
+        if grid.is_dense and native.fits(values):
+            return native.through_bits(values, kept, scale, self.shut)
         if grid.is_dense:
             share = unpack(kept, values).to(values.dtype)
         else:

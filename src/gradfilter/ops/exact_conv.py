@@ -34,7 +34,7 @@ def exact_backward(
     axes = geometry.axes
     if not 0 < len(axes) < 4:
         return _linear(grad, x, weight, want)
-    source = grad.new_empty(1).expand(geometry.x_shape) if x is None else x
+    source = _stand_in(grad, geometry) if x is None else x
     padding = [axis.pad for axis in axes]
     ends = [axis.pad_end for axis in axes]
     if padding != ends and not geometry.transposed:
@@ -59,6 +59,20 @@ def exact_backward(
         [want.x, want.weight, False],
     )
     return Gradients(x_grad, weight_grad)
+
+
+def _stand_in(grad: Tensor, geometry: ConvGeometry) -> Tensor:
+    """In place of an input of which only shape and layout count; its memory is never touched.
+
+    One value, expanded, has the wrong layout for channels-last maps: oneDNN would reorder them.
+    """
+    if (
+        grad.device.type == "cpu"
+        and grad.dim() == 4
+        and grad.is_contiguous(memory_format=torch.channels_last)
+    ):
+        return torch.empty(geometry.x_shape, dtype=grad.dtype, memory_format=torch.channels_last)
+    return grad.new_empty(1).expand(geometry.x_shape)
 
 
 def exact_weight_gradient(grad: Tensor, x: Tensor, shape: Sequence[int], geometry: ConvGeometry) -> Tensor:

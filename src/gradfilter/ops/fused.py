@@ -112,8 +112,31 @@ class FusedConv:
 
     def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolution and norm with the weight as it is now, and the activation if it is a gate."""
-        weight, bias = self._fold(weight, bias)
+        return self.trained_folded(x, *self._fold(weight, bias))
+
+    def trained_folded(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with weight and bias that have the norm in them."""
         return self._run(x, weight, bias, self.activation if self.activation.is_gate else NONE)
+
+    @property
+    def norm_trains(self) -> bool:
+        return self.norm is not None and any(
+            p is not None and p.requires_grad for p in self.norm.parameters()
+        )
+
+    def weight_with_norm(self) -> Tensor:
+        """The weight with the norm in it; autograd takes its gradient apart into weight's and scale's."""
+        return self.conv.weight * self._scale().view(-1, 1, 1, 1)
+
+    def bias_with_norm(self) -> Tensor:
+        mean: Tensor = self.norm.running_mean.to(self.conv.weight.dtype)
+        mean = mean if self.conv.bias is None else mean - self.conv.bias
+        return torch.addcmul(self.norm.bias.to(mean.dtype), mean, self._scale(), value=-1)
+
+    def _scale(self) -> Tensor:
+        norm = self.norm
+        scale: Tensor = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+        return scale.to(self.conv.weight.dtype)
 
     def serves(self, x: Tensor) -> bool:
         """Whether oneDNN can run it."""

@@ -50,6 +50,7 @@ class Call:
     """One call of a layer: its geometry, its method, and what that remembers from earlier calls.
 
     channel: the dimension of x that holds channels.
+    remade: makes the weight again in the backward, so that it is not kept.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -58,6 +59,7 @@ class Call:
     memory: Memory
     channel: int = 1
     followers: Followers = NOBODY
+    remade: Callable[[], Tensor] | None = None
 
 
 def run_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
@@ -107,7 +109,7 @@ class _Layer(torch.autograd.Function):
             slope = followers.slope.after(y, ctx.grid) if slope is None else slope
         if isinstance(followers.slope, Gate) and followers.slope.shuts(ctx.grid):
             ctx.gate, ctx.open_count = followers.slope, slope
-        ctx.save_for_backward(weight, slope, *kept)
+        ctx.save_for_backward(None if call.remade else weight, slope, *kept)
         ctx.call, ctx.compact_input, ctx.ends_at = call, compact_input, ends_at
         ctx.dtypes = (x.dtype, weight.dtype)
         return y
@@ -124,6 +126,7 @@ class _Layer(torch.autograd.Function):
         bias_grad = _bias_gradient(maps).to(ctx.dtypes[1]) if need_bias else None
         x_grad = weight_grad = None
         if need_x or need_weight:
+            weight = call.remade() if call.remade else weight
             if weight.dtype != grad.dtype:  # autocast ran the forward in a smaller type
                 weight = weight.to(grad.dtype)
             kernel = weight if call.channel == 1 else weight.view(*weight.shape, *[1] * call.geometry.spatial)

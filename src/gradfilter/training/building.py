@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ..costs import plan as planned
-from ..errors import GradFilterError, WeightsError
+from ..errors import WeightsError
 from ..methods import GradientFilter, Method
 from ..methods.text import method_from
 from ..models import build
 from ..models._pretrained import download_weights, find_weights
 from ..plans import Plan
-from ..program import accelerate_
+from ..program import accelerate_if_possible_
 from ..surgery import apply_
 from .settings import Config
 
@@ -60,5 +59,4 @@ def example_of(config: Config, batch: int = 1) -> Tensor:
 def make_ready_(model: nn.Module, plan: Plan, config: Config) -> None:
     apply_(model, plan)
     if config.accelerate:
-        with suppress(GradFilterError):  # one that cannot be traced runs as it is
-            accelerate_(model)
+        accelerate_if_possible_(model)

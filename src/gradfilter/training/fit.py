@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ..cache import FeatureCache
 from ..errors import GradFilterError, nearest
 from ..methods import Method
 from ..plans import Plan
-from ..program import accelerate_
+from ..program import accelerate_if_possible_
 from ..progress import Tell, silent
 from ..surgery import apply_
 from .loop import History, Samples, Task, Training
@@ -66,8 +65,7 @@ def fit(
     loop = Loop(**settings)
     if plan is not None:
         apply_(model, plan)
-    if not any("gradfilter_program" in module.__dict__ for module in model.modules()):
-        _accelerate_if_possible(model)
+    accelerate_if_possible_(model)
     forward = None
     if cache:
         kept = FeatureCache(model, train, batch=loop.batch, workers=workers, tell=tell)
@@ -82,8 +80,3 @@ def fit(
     if resume and not training.resume():
         raise GradFilterError(f"There is no checkpoint in {folder} to go on from; leave resume out.")
     return training.run()
-
-
-def _accelerate_if_possible(model: nn.Module) -> None:
-    with suppress(GradFilterError):  # one that cannot be traced runs as it is
-        accelerate_(model)

@@ -28,7 +28,7 @@ from .run_folder import RunFolder
 from .sets import open_sets, transformed, usual_size
 from .settings import Config
 from .summary import write_summary
-from .tasks import Classification, Segmentation
+from .tasks import Classification, Segmentation, task_of
 from .tensorboard import TensorBoard
 
 __all__ = ["Job", "go_on", "prepare"]
@@ -88,10 +88,8 @@ class Job:
         return TensorBoard(self.run.path / "tensorboard", history.epochs)
 
     def task(self) -> Classification | Segmentation:
-        count = len(self.data.classes)
-        if self.data.task == "classify":
-            return Classification(count, self.config.label_smoothing)
-        return Segmentation(count, self.data.ignore)
+        data = self.data
+        return task_of(data.task, len(data.classes), data.ignore, self.config.label_smoothing)
 
     def _sets(self) -> tuple[Samples, Samples, Callable[[Any], Tensor] | None]:
         """Training and test set, and what runs from a cache's features on, if there is a cache."""
@@ -146,10 +144,10 @@ class Job:
 def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
     """A new run, in a new folder; nothing is written before all that can be refused has been looked at."""
     data, said = open_sets(config, tell)
-    check(data, tell)
     config = _resolved(config, data)
     model = built(config, len(data.classes))
     plan = plan_of(config, model)
+    check(data, tell)
     make_ready_(model, plan, config)
     if config.cache == "on" and not _has_frozen_prefix(plan):
         raise GradFilterError(

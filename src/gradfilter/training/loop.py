@@ -60,6 +60,11 @@ class History:
     def best_scores(self) -> dict[str, float]:
         return self.epochs[self.best]
 
+    @property
+    def score_names(self) -> list[str]:
+        """The first one is what epochs are judged by."""
+        return [name for name in self.epochs[-1] if name not in ("epoch", "loss", "seconds", "waited")]
+
 
 class _Seeded(Dataset[tuple[Any, Any]]):
     """Samples whose random numbers depend on (seed, epoch, index) alone, whichever process reads them."""

@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 import yaml
 
@@ -17,7 +17,6 @@ from .settings import Config
 __all__ = ["read_recipe", "read_text", "recipe_names", "title_of"]
 
 _FOLDER = files("gradfilter.training") / "recipe_files"
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -59,10 +58,7 @@ def read_recipe(name_or_file: str | os.PathLike[str]) -> dict[str, Any]:
     text, where = _text_of(os.fspath(name_or_file))
     kinds, recipe = get_type_hints(Config), {}
     for name, value in _settings(text, where).items():
-        kind = kinds.get(name)
-        recipe[name] = _meant(value, kind)
-        if kind is not None and not _fits(recipe[name], kind):
-            raise GradFilterError(f"{where}: {name} must be {_described(kind)}, not {value!r}.")
+        recipe[name] = _meant(value, kinds.get(name))
     Config.of(recipe, where)
     return recipe
 
@@ -104,19 +100,3 @@ def _meant(value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal and isinstance(value, bool):
         return "on" if value else "off"
     return value
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(isinstance(t, str) for pair in value.items() for t in pair)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float if kind is float else kind)
-
-
-def _described(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(get_args(kind))
-    return _KINDS.get(kind, 'methods by layer, such as {"layer4.*": "Exact()"}')

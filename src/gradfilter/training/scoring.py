@@ -9,7 +9,7 @@ from ..data.samples import Samples
 from ..data.transforms import Transformed
 from ..progress import Tell, silent
 from .saved import Saved
-from .tasks import Classification, Segmentation
+from .tasks import task_of
 
 __all__ = ["scores_of_run"]
 
@@ -17,8 +17,7 @@ __all__ = ["scores_of_run"]
 @torch.no_grad()
 def scores_of_run(saved: Saved, samples: Samples, tell: Tell = silent) -> dict[str, float]:
     """The same scores that the training told after its epochs."""
-    count = len(saved.classes)
-    task = Classification(count) if saved.task == "classify" else Segmentation(count, saved.ignore)
+    task = task_of(saved.task, len(saved.classes), saved.ignore)
     loader = DataLoader(
         Transformed(samples, saved.transform),
         batch_size=saved.config.batch,

@@ -14,7 +14,7 @@ from ..data.decoded import Decoded
 from ..data.kinds import open_data
 from ..data.partition import dirichlet, distance, few_shot, shards
 from ..data.samples import Data, Samples
-from ..data.transforms import Transformed, test_transform, train_transform
+from ..data.transforms import MARGIN, Transformed, test_transform, train_transform
 from ..errors import GradFilterError
 from ..progress import Tell, silent
 from .settings import Config
@@ -112,6 +112,6 @@ def _decoded(samples: Samples, config: Config, tell: Tell) -> Samples:
     free, files = available_memory(), samples.files(0)
     if not files or free is None:
         return samples
-    shorter = 1.15 * config.size
+    shorter = MARGIN * config.size
     needed = len(samples) * shorter * shorter * 1.5 * (3 + len(files) - 1)
     return samples if needed > free / 4 else Decoded(samples, config.size, workers=config.workers, tell=tell)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..errors import GradFilterError, nearest
 
 __all__ = ["Config", "Loop", "help_of"]
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 @dataclass(frozen=True)
@@ -152,16 +154,31 @@ class Config(Loop):
         for name in values:
             if name not in known:
                 raise GradFilterError(f"{where} has a field {name}, which is none.{nearest(name, known)}")
-        usual = cls()
+        kinds = get_type_hints(cls)
         for name, value in values.items():
-            kind = type(getattr(usual, name))
-            if not isinstance(value, (int, float) if kind is float else kind):
-                raise GradFilterError(f"{where}: {name} must be {kind.__name__}, not {value!r}.")
+            if not _fits(value, kinds[name]):
+                raise GradFilterError(f"{where}: {name} must be {_described(kinds[name])}, not {value!r}.")
         return cls(**values)
 
     def loop(self) -> Loop:
         """The part that ``gf.fit`` takes."""
         return Loop(**{each.name: getattr(self, each.name) for each in fields(Loop)})
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(isinstance(t, str) for pair in value.items() for t in pair)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def _described(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
+    return _KINDS.get(kind, 'methods by layer, such as {"layer4.*": "Exact()"}')
 
 
 def help_of(*kinds: type) -> dict[str, str]:

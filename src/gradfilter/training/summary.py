@@ -33,13 +33,12 @@ OVERLAYS = 4
 def write_summary(job: Job, training: Training) -> None:
     """report.json and report.html in the run's folder."""
     history, noted = training.history, job.run.best_noted()
-    scores = [key for key in history.epochs[-1] if key not in ("epoch", "loss", "seconds", "waited")]
     job.run.write_report(
         Report(
             f"{job.data.name}, {job.config.model}",
             settings={name: value for name, value in job.run.config.items() if name != "found"},
             epochs=job.run.epochs(),
-            scores=scores,
+            scores=history.score_names,
             best=history.best,
             why_ended=history.why_ended,
             classes=job.data.classes,

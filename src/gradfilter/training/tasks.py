@@ -13,7 +13,7 @@ from ..errors import GradFilterError
 from ..models._torchvision import library
 from ..outputs import scores_of
 
-__all__ = ["Classification", "Segmentation", "class_scores"]
+__all__ = ["Classification", "Segmentation", "class_scores", "task_of"]
 
 
 @dataclass
@@ -59,6 +59,13 @@ class Segmentation:
             iou.update(found, target)
             accuracy.update(found, target)
         return {"mean_iou": 100 * float(iou.compute()), "pixel_accuracy": 100 * float(accuracy.compute())}
+
+
+def task_of(
+    kind: str, classes: int, ignore: int, label_smoothing: float = 0.0
+) -> Classification | Segmentation:
+    """The task of data that is there to ``classify`` or to ``segment``."""
+    return Classification(classes, label_smoothing) if kind == "classify" else Segmentation(classes, ignore)
 
 
 def class_scores(output: Any, classes: int) -> Tensor:
