@@ -11,6 +11,7 @@ and the list of recipes into docs/recipes.md, from their files.
     python experiments/hosvd_speed.py tail, accelerated, eager
     python experiments/peaks.py
     python experiments/training.py
+    python experiments/long_run.py
     python experiments/tables.py
 
 A table stands between ``<!-- generated: NAME -->`` and ``<!-- end of generated -->``. Nothing is measured
@@ -247,6 +248,21 @@ def _depth() -> str:
     return f"{report.markdown_table(lines)}\n\n{conditions(runs[-1]['environment'])}"
 
 
+def _long_run() -> str:
+    record = _record("long_run")
+    if record is None:
+        return MISSING
+    sizes = {int(step): size for step, size in record["resident_bytes"].items()}
+    first = min(step for step in sizes if step >= 300)  # by then everything has been allocated once
+    grown = max(size for step, size in sizes.items() if step >= first) - sizes[first]
+    return (
+        f"{record['steps']} steps in {record['seconds']:.0f} s: from step {first} on the process grew by at "
+        f"most {format_bytes(max(0, grown))}, from {format_bytes(sizes[first])}; it waited for pictures "
+        f"{100 * record['waited'] / record['seconds']:.1f} % of the time."
+        f"\n\n{conditions(record['environment'])}"
+    )
+
+
 def _recipes() -> str:
     return report.markdown_table([["recipe", "what"], *([f"`{n}`", title_of(n)] for n in recipe_names())])
 
@@ -272,6 +288,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosvd_speed": _hosvd_speed,
     "peaks": _peaks,
     "training": _training,
+    "long_run": _long_run,
     "recipes": _recipes,
 }
 

@@ -115,7 +115,7 @@ def test_onednn_gives_the_same_numbers(name: str, layout: torch.memory_format) -
     assert max(found.values()) < 1e-3, found
 
 
-@pytest.mark.parametrize("mistake", ["_factors", "_fold"])
+@pytest.mark.parametrize("mistake", ["factors", "_fold"])
 def test_comparison_notices_a_wrong_fold(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(fused.FusedConv, mistake)
 
@@ -160,8 +160,47 @@ def test_norms_that_train_keep_nothing_where_the_weight_tells_their_gradient() -
         assert (sum(kept.values()) < sum(plain.values())) == folds
 
 
+@pytest.mark.parametrize("norm", ["fixed", "affine"])
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_the_backward_is_of_the_weights_that_the_forward_had(norm: str, accelerated: bool) -> None:
+    """functional_call puts the model's own parameters back before the backward runs."""
+    model = with_statistics(MODELS["tiny"]()).double().eval()
+    ours = gf.apply_(copy.deepcopy(model), gf.Exact(), "all", norm=norm)  # type: ignore[arg-type]
+    ours = gf.accelerate_(ours) if accelerated else ours
+    x, found = torch.randn(2, 3, 32, 32, dtype=torch.float64), []
+    trained = [name for name, parameter in ours.named_parameters() if parameter.requires_grad]
+    for each in (model, ours):
+        others = {name: (2 * p).detach() for name, p in each.named_parameters()}
+        for name in trained:
+            others[name].requires_grad_(True)
+        torch.func.functional_call(each, others, (x,)).square().sum().backward()
+        found.append([others[name].grad for name in trained])
+    assert all(relative(mine, right) < 1e-10 for mine, right in zip(found[1], found[0], strict=True))
+
+
+def test_weights_that_change_before_the_backward_are_noticed() -> None:
+    faster = gf.accelerate_(with_learned_norms("tiny", gf.Exact()))
+    y = faster(torch.randn(2, 3, 32, 32, dtype=torch.float64)).sum()
+    with torch.no_grad():
+        next(faster.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("method", [FILTER, gf.Exact()], ids=str)
+@pytest.mark.parametrize("missing", ["weight", "bias"])
+def test_norms_without_scale_or_shift(missing: str, method: gf.Method) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1)).double()
+    setattr(model[1], missing, None)
+    model = gf.apply_(with_statistics(model), method, "all", norm="affine").eval()
+    found = differences(
+        model, gf.accelerate_(copy.deepcopy(model)), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    )
+    assert max(found.values()) < TOLERANCE[torch.float64], found
+
+
 def test_comparison_notices_a_norm_folded_where_it_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gf.GradientFilter, "tells_output", lambda self, module: True)
+    monkeypatch.setattr(gf.GradientFilter, "weight_gradient_tells_scale", lambda self, module: True)
     model = with_learned_norms("tiny", FILTER)
     found = differences(
         model, gf.accelerate_(copy.deepcopy(model)), torch.randn(2, 3, 32, 32, dtype=torch.float64)
@@ -465,3 +504,35 @@ def test_what_cannot_be_split_is_said() -> None:
         gf.split(gf.apply_(MODELS["tiny"](), FILTER, "all"))
     with pytest.raises(gf.GradFilterError, match="nothing in the model trains"):
         gf.split(MODELS["tiny"]().requires_grad_(False))
+
+
+class Adds(nn.Module):
+    """Adds to a value in place; another name for it sees that, torch.fx by itself would not."""
+
+    def __init__(self, read_again: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.pass_on = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Identity()
+        self.read_again = read_again
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z = self.pass_on(y)
+        z += 1
+        return self.second(y if self.read_again else z)
+
+
+def test_additions_in_place_are_seen() -> None:
+    with pytest.raises(gf.GradFilterError, match="writes in place"):
+        gf.accelerate_(Adds(read_again=True))
+    model, x = Adds(read_again=False), torch.randn(2, 3, 8, 8)
+    wanted = model(x)
+    assert relative(gf.accelerate_(model)(x), wanted) < TOLERANCE[torch.float32]
+
+
+def test_identities_hide_nothing_but_what_they_do_counts() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Identity(), nn.ReLU()).requires_grad_(False)
+    assert "conv + relu" in str(gf.acceleration(gf.accelerate_(copy.deepcopy(model))))
+    model[1].forward = lambda y: 2 * y  # type: ignore[method-assign]
+    x = torch.randn(2, 3, 8, 8)
+    wanted = model(x)
+    assert relative(gf.accelerate_(model)(x), wanted) < TOLERANCE[torch.float32]

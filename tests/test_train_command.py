@@ -388,8 +388,9 @@ def test_a_file_of_settings_and_what_comes_after_it(pictures: Path, tmp_path: Pa
     ("options", "sentence"),
     [
         (["--epohs", "3"], "There is no setting epohs. Did you mean epochs"),
-        (["--lr", "fast"], "lr must be float, not fast"),
-        (["--optimizer", "adam"], "optimizer must be one of sgd, adamw, not adam"),
+        (["--model", "mobilenet_v22"], "There is no model mobilenet_v22. Did you mean mobilenet_v2"),
+        (["--lr", "fast"], "lr must be a number, not fast"),
+        (["--optimizer", "adam"], "optimizer must be sgd or adamw, not adam"),
         (["--data", ""], "data is empty"),
         (["--cache", "on", "--layers", "all"], "--cache on needs frozen layers"),
         (["--data", "nowhere"], "nowhere is neither a file or folder nor a known data set"),

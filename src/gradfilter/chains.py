@@ -101,7 +101,7 @@ def why_no_norm(node: Node, modules: dict[str, Any], frozen: AbstractSet[Node]) 
     if behind in frozen or not any(p is not None and p.requires_grad for p in (norm.weight, norm.bias)):
         return ""
     method: Method | None = getattr(conv, "gradfilter_method", None)
-    if method is not None and conv.weight.requires_grad and method.tells_output(conv):
+    if method is not None and conv.weight.requires_grad and method.weight_gradient_tells_scale(conv):
         return ""
     return "its norm trains, and the weight's gradient does not tell that of the norm's scale"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from .chains import NO_NORM, Chain, find_chains, is_sum, only_reader, why_alone,
 from .inverted import Block, find_blocks
 from .methods import Exact, Method
 from .modules import CONVOLUTIONS
-from .ops.fused import NONE, FusedConv
+from .ops.fused import NONE, FusedConv, with_norm
 from .ops.inverted_residual import InvertedResidual
 from .ops.layer import Call, Followers, run_layer
 
@@ -122,9 +122,13 @@ def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node]) -> Ste
         return Step(last, fused.frozen, (x,), {}, fused)
     kind = fused.activation
     run = None if kind.is_gate else kind.run_
-    norm_behind = None if fused.norm_trains else fused.norm  # else autograd itself goes through the fold
-    followers = Followers(norm_behind, None, run_activation=run, slope=kind.slope)
-    return Step(last, partial(_trained, fused, followers), (x,), {}, fused)
+    if fused.norm_trains:
+        followers = Followers(None, None, run_activation=run, slope=kind.slope)
+        return Step(
+            last, partial(_trained, fused, partial(_run_with_norm, fused, followers)), (x,), {}, fused
+        )
+    followers = Followers(fused.norm, None, run_activation=run, slope=kind.slope)
+    return Step(last, partial(_trained, fused, partial(_run_layer, fused, followers)), (x,), {}, fused)
 
 
 def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node]) -> Step:
@@ -150,28 +154,39 @@ def _frozen_sum(fused: FusedConv, x: Tensor, other: Tensor) -> Tensor:
     return fused.activation.run_(alone.frozen(x) + other)
 
 
-def _trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
+def _trained(fused: FusedConv, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """As one autograd node, with the layer's method."""
     conv: Any = fused.conv
     with torch._C.DisableTorchFunction():  # the region has no part in what happens inside
         if not any(t is not None and t.requires_grad for t in (x, conv.weight, conv.bias)):
             return fused.frozen(x)
         if x.dim() == 4:
-            return _run_trained(fused, followers, x)
+            return run(x)
     y = conv(x) if fused.norm is None else fused.norm(conv(x))  # without a batch
     return fused.activation.run_(y)
 
 
-def _run_trained(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
+def _run_layer(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
+    conv: Any = fused.conv
+    return run_layer(x, conv.weight, conv.bias, _call(fused, fused.trained, followers, x))
+
+
+def _run_with_norm(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
+    """The norm trains too: autograd takes the gradient of the folded weight apart."""
+    conv: Any = fused.conv
+    scale, shift = fused.factors(conv.weight.dtype)
+    weight, bias = with_norm(conv.weight, conv.bias, scale, shift)
+    made_of = conv.weight, scale.detach().view(-1, 1, 1, 1)
+    call = replace(_call(fused, fused.trained_folded, followers, x), made_of=made_of)
+    return run_layer(x, weight, bias, call)
+
+
+def _call(fused: FusedConv, forward: Callable[..., Tensor], followers: Followers, x: Tensor) -> Call:
     conv: Any = fused.conv
     geometry = fused.geometry(x)
     method: Method = conv.gradfilter_method
     method = Exact() if method.refuses(geometry) else method
-    settings = (geometry, method, conv.gradfilter_memory, 1, followers)
-    if followers.norm is not fused.norm:
-        folded = fused.weight_with_norm(), fused.bias_with_norm()
-        return run_layer(x, *folded, Call(fused.trained_folded, *settings, fused.weight_with_norm))
-    return run_layer(x, conv.weight, conv.bias, Call(fused.trained, *settings))
+    return Call(forward, geometry, method, conv.gradfilter_memory, followers=followers)
 
 
 def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], frozen: set[Node]) -> Step:

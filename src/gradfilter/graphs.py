@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node, Tracer
+from torch.fx import Graph, Node, Proxy, Tracer
 
 from .aliasing import why_unsafe
 from .errors import GradFilterError
 from .modules import LAYERS, NORMS, RegionModule
 
 __all__ = ["frozen_nodes", "prefix_nodes", "trace_module", "why_untraceable"]
+
+
+class _Proxy(Proxy):
+    """Takes ``x += y`` for what it is; torch.fx's own takes it for ``x = x + y``."""
+
+    def __iadd__(self, other: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
+
+    def __isub__(self, other: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
+
+    def __imul__(self, other: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
+
+    def __itruediv__(self, other: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
 
 
 class _Tracer(Tracer):
@@ -23,6 +40,9 @@ class _Tracer(Tracer):
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return isinstance(module, (*LAYERS, *NORMS)) or super().is_leaf_module(module, name)
+
+    def proxy(self, node: Node) -> Proxy:
+        return _Proxy(node, self)
 
 
 _tracing = threading.RLock()  # torch.fx patches nn.Module for the whole process while it traces
@@ -60,7 +80,8 @@ def _drop_identities(graph: Graph, modules: dict[str, Any]) -> None:
     """Modules that pass a value on hide what comes next from what comes before."""
     for node in list(graph.nodes):
         module = modules[str(node.target)] if node.op == "call_module" else None
-        if getattr(module, "gradfilter_base", type(module)) is nn.Identity and len(node.args) == 1:
+        is_plain = getattr(module, "gradfilter_base", type(module)) is nn.Identity
+        if is_plain and "forward" not in vars(module) and len(node.args) == 1:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

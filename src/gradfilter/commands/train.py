@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ..errors import GradFilterError, nearest
-from ..training.settings import Config, Loop, help_of
+from ..training.settings import Config, Loop, described, help_of
 
 if TYPE_CHECKING:
     from ..training.job import Job
@@ -114,11 +114,8 @@ def _sentence(message: str) -> str:
         return f"There is no setting {name}.{nearest(name, known)} See gradfilter train --help."
     wrong = re.search(r"key \"(\w+)\":.*?Got value: (.*)$", line)
     if wrong:
-        kinds = {each.name: str(each.type) for each in fields(Config)}
-        kind = kinds.get(wrong[1], "of another kind")
-        choices = re.findall(r"'(\w+)'", kind)
-        wanted = f"one of {', '.join(choices)}" if choices else kind
-        return f"{wrong[1]} must be {wanted}, not {wrong[2]}."
+        kind = get_type_hints(Config).get(wrong[1])
+        return f"{wrong[1]} must be {described(kind) if kind else 'of another kind'}, not {wrong[2]}."
     return line.rstrip(".") + "."
 
 

@@ -108,7 +108,7 @@ class Method:
         """The gradient of the weight, from the dense one of the output; exact where the input was kept."""
         return exact_weight_gradient(grad, kept[0], weight.shape, geometry)
 
-    def tells_output(self, module: nn.Module) -> bool:
+    def weight_gradient_tells_scale(self, module: nn.Module) -> bool:
         """Whether weight times its gradient sums up to output times its gradient, as where all is exact.
 
         Then a norm that is folded into the weight gets its gradients from the weight's.

@@ -28,5 +28,5 @@ class Exact(Method):
     ) -> Gradients:  # as the base class does, but both in one call
         return exact_backward(densify(grad), kept[0] if kept else None, weight, geometry, want)
 
-    def tells_output(self, module: nn.Module) -> bool:
-        return True
+    def weight_gradient_tells_scale(self, module: nn.Module) -> bool:
+        return type(self) is Exact  # what derives from it may keep less

@@ -119,10 +119,12 @@ class GradientFilter(Method):
             weight_grad = of_weight.backward(grad, x, weight, geometry, Want(False, True)).weight
         return Gradients(x_grad, weight_grad)
 
-    def tells_output(self, module: nn.Module) -> bool:
+    def weight_gradient_tells_scale(self, module: nn.Module) -> bool:
         """Where a pixel of the output reads one of the input, patch means say all that is asked for."""
         plain = self.weight_patch is None and self.input_gradient == "coarse" and self.store == "same"
-        return plain and isinstance(module, nn.Conv2d) and is_pointwise(module)
+        return (
+            type(self) is GradientFilter and plain and isinstance(module, nn.Conv2d) and is_pointwise(module)
+        )
 
     def backward_macs(self, geometry: ConvGeometry, want: Want) -> int:
         return sum(way.macs(geometry) * asked for way, asked in zip(self._ways(geometry), want, strict=True))

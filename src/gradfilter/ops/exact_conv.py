@@ -62,15 +62,12 @@ def exact_backward(
 
 
 def _stand_in(grad: Tensor, geometry: ConvGeometry) -> Tensor:
-    """In place of an input of which only shape and layout count; its memory is never touched.
+    """In place of an input of which only shape and layout count; its values are never used.
 
     One value, expanded, has the wrong layout for channels-last maps: oneDNN would reorder them.
     """
-    if (
-        grad.device.type == "cpu"
-        and grad.dim() == 4
-        and grad.is_contiguous(memory_format=torch.channels_last)
-    ):
+    channels_last = grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last)
+    if grad.device.type == "cpu" and channels_last and not grad.is_contiguous():
         return torch.empty(geometry.x_shape, dtype=grad.dtype, memory_format=torch.channels_last)
     return grad.new_empty(1).expand(geometry.x_shape)
 

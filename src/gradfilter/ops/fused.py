@@ -28,6 +28,7 @@ __all__ = [
     "activation_of",
     "bounded",
     "is_pointwise",
+    "with_norm",
 ]
 
 aten = torch.ops.aten
@@ -79,7 +80,7 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 
 class FusedConv:
-    """A convolution, the fixed norm behind it, and an activation; the modules stay the owners of all numbers.
+    """A convolution, a norm with fixed statistics, and an activation; the modules stay owners of all numbers.
 
     Frozen weights are packed once, and again when they have changed.
     """
@@ -115,28 +116,23 @@ class FusedConv:
         return self.trained_folded(x, *self._fold(weight, bias))
 
     def trained_folded(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with weight and bias that have the norm in them."""
+        """The same, of weight and bias that have the norm in them already."""
         return self._run(x, weight, bias, self.activation if self.activation.is_gate else NONE)
 
     @property
     def norm_trains(self) -> bool:
-        return self.norm is not None and any(
-            p is not None and p.requires_grad for p in self.norm.parameters()
-        )
+        return self.norm is not None and any(p.requires_grad for p in self.norm.parameters())
 
-    def weight_with_norm(self) -> Tensor:
-        """The weight with the norm in it; autograd takes its gradient apart into weight's and scale's."""
-        return self.conv.weight * self._scale().view(-1, 1, 1, 1)
-
-    def bias_with_norm(self) -> Tensor:
-        mean: Tensor = self.norm.running_mean.to(self.conv.weight.dtype)
-        mean = mean if self.conv.bias is None else mean - self.conv.bias
-        return torch.addcmul(self.norm.bias.to(mean.dtype), mean, self._scale(), value=-1)
-
-    def _scale(self) -> Tensor:
-        norm = self.norm
-        scale: Tensor = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-        return scale.to(self.conv.weight.dtype)
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What the norm multiplies by and adds, in float32 at least; autograd goes on to scale and shift."""
+        norm, wide = self.norm, torch.promote_types(dtype, torch.float32)
+        scale = torch.rsqrt(norm.running_var.double() + norm.eps)
+        if norm.weight is not None:
+            scale = scale * norm.weight.double()
+        shift = -norm.running_mean.double() * scale
+        if norm.bias is not None:
+            shift = shift + norm.bias.double()
+        return scale.to(wide), shift.to(wide)
 
     def serves(self, x: Tensor) -> bool:
         """Whether oneDNN can run it."""
@@ -189,23 +185,22 @@ class FusedConv:
     def _fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.norm is None:
             return weight, None if bias is None else bias.detach()
-        scale, shift = self._factors(weight.dtype)
-        folded_bias = shift if bias is None else torch.addcmul(shift, bias.detach(), scale)
-        return weight * scale.view(-1, 1, 1, 1), folded_bias
+        return with_norm(weight, None if bias is None else bias.detach(), *self._known_factors(weight.dtype))
 
-    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What the norm multiplies by and adds."""
+    @torch.no_grad()
+    def _known_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those of a norm that stays, worked out again only when it has been changed all the same."""
         state = [dtype, *_state(self.norm, _NORM)]
         if self._norm_factors is None or self._norm_factors[0] != state:
-            norm = self.norm
-            scale = torch.rsqrt(norm.running_var.double() + norm.eps)
-            if norm.weight is not None:
-                scale = scale * norm.weight.detach().double()
-            shift = -norm.running_mean.double() * scale
-            if norm.bias is not None:
-                shift = shift + norm.bias.detach().double()
+            scale, shift = self.factors(dtype)
             self._norm_factors = (state, scale.to(dtype), shift.to(dtype))
         return self._norm_factors[1], self._norm_factors[2]
+
+
+def with_norm(weight: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight and bias that also multiply by the scale and add the shift, in the weight's type."""
+    made = weight * scale.view(-1, 1, 1, 1)
+    return made.to(weight.dtype), (shift if bias is None else shift + bias * scale).to(weight.dtype)
 
 
 _CONV, _NORM = ("weight", "bias"), ("running_mean", "running_var", "weight", "bias")

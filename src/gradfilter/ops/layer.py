@@ -50,7 +50,7 @@ class Call:
     """One call of a layer: its geometry, its method, and what that remembers from earlier calls.
 
     channel: the dimension of x that holds channels.
-    remade: makes the weight again in the backward, so that it is not kept.
+    made_of: two tensors whose product the weight is, and which are kept instead.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -59,7 +59,7 @@ class Call:
     memory: Memory
     channel: int = 1
     followers: Followers = NOBODY
-    remade: Callable[[], Tensor] | None = None
+    made_of: tuple[Tensor, Tensor] | None = None
 
 
 def run_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
@@ -109,7 +109,10 @@ class _Layer(torch.autograd.Function):
             slope = followers.slope.after(y, ctx.grid) if slope is None else slope
         if isinstance(followers.slope, Gate) and followers.slope.shuts(ctx.grid):
             ctx.gate, ctx.open_count = followers.slope, slope
-        ctx.save_for_backward(None if call.remade else weight, slope, *kept)
+        # As it is now: parameters may be others by the time of the backward.
+        ctx.scale = None if followers.norm is None else _remembered_scale(followers.norm, y)
+        weight, ctx.fold = call.made_of or (weight, None)
+        ctx.save_for_backward(weight, slope, *kept)
         ctx.call, ctx.compact_input, ctx.ends_at = call, compact_input, ends_at
         ctx.dtypes = (x.dtype, weight.dtype)
         return y
@@ -120,13 +123,13 @@ class _Layer(torch.autograd.Function):
         weight, slope, *kept = ctx.saved_tensors
         ctx.open_count = None
         call: Call = ctx.call
-        grad = _through_followers(grad, ctx.grid, call.followers, slope)
+        grad = _through_followers(grad, ctx.grid, call.followers.slope, slope, ctx.scale)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         maps = grad if call.channel == 1 else grad.movedim(call.channel, 1)
         bias_grad = _bias_gradient(maps).to(ctx.dtypes[1]) if need_bias else None
         x_grad = weight_grad = None
         if need_x or need_weight:
-            weight = call.remade() if call.remade else weight
+            weight = weight if ctx.fold is None else weight * ctx.fold
             if weight.dtype != grad.dtype:  # autocast ran the forward in a smaller type
                 weight = weight.to(grad.dtype)
             kernel = weight if call.channel == 1 else weight.view(*weight.shape, *[1] * call.geometry.spatial)
@@ -144,16 +147,17 @@ class _Layer(torch.autograd.Function):
         return x_grad, weight_grad, bias_grad, None, None, None, None
 
 
-def _through_followers(grad: Tensor, grid: Grid, followers: Followers, slope: Tensor) -> Tensor:
+def _through_followers(
+    grad: Tensor, grid: Grid, kind: SlopeKind | None, slope: Tensor, scale: Tensor | None
+) -> Tensor:
     """Back through activation and norm, on the layer's own grid."""
-    if followers.norm is None and followers.slope is None:
+    if scale is None and kind is None:
         return grad
-    if isinstance(grad, SpectralGradient) and followers.norm is not None and followers.slope is None:
-        return grad * _remembered_scale(followers.norm, grad)
+    if isinstance(grad, SpectralGradient) and scale is not None and kind is None:
+        return grad * scale
     values = densify(grad) if grid.is_dense else onto(grad, grid)
-    scale = None if followers.norm is None else _remembered_scale(followers.norm, values)
-    if followers.slope is not None:
-        values = followers.slope.times(values, slope, grid, scale)
+    if kind is not None:
+        values = kind.times(values, slope, grid, scale)
     elif scale is not None:
         values = values * scale
     return values if grid.is_dense else CoarseGradient(values, grid)

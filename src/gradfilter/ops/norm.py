@@ -98,6 +98,7 @@ class _FixedNorm(torch.autograd.Function):
                 weight_grad = (_over_pixels(sums * x) - bias_grad * mean) * torch.rsqrt(var + ctx.eps)
         if not ctx.grid.is_dense:
             x_grad = CoarseGradient(x_grad, ctx.grid)
+        bias_grad = bias_grad if ctx.needs_input_grad[4] else None
         return x_grad, None, None, weight_grad, bias_grad, None, None, None
 
 

@@ -36,6 +36,7 @@ def _weights(config: Config) -> str | Path | None:
     try:
         return find_weights(config.model)
     except WeightsError as error:
+        build(config.model)  # a name that is none has the first word
         if config.download:
             return download_weights(config.model)
         raise WeightsError(

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..errors import GradFilterError, nearest
 
-__all__ = ["Config", "Loop", "help_of"]
+__all__ = ["Config", "Loop", "described", "help_of"]
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -102,7 +102,7 @@ class Config(Loop):
         cache: keep features of the frozen layers: on, off, or auto: where the result stays the same
         cache_folder: where features are kept, for later runs too; in memory if ""
         views: with augment and a cache: so many random versions of each picture
-        accelerate: fold norms and fuse activations of the frozen layers
+        accelerate: fold norms and fuse activations, trained layers included
         workers: processes that read pictures; -1 for as many as there are processors, 2 at most
         tensorboard: also write events for TensorBoard
         out: the folder of the run; if "", runs/NUMBER
@@ -157,7 +157,7 @@ class Config(Loop):
         kinds = get_type_hints(cls)
         for name, value in values.items():
             if not _fits(value, kinds[name]):
-                raise GradFilterError(f"{where}: {name} must be {_described(kinds[name])}, not {value!r}.")
+                raise GradFilterError(f"{where}: {name} must be {described(kinds[name])}, not {value!r}.")
         return cls(**values)
 
     def loop(self) -> Loop:
@@ -175,7 +175,12 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, int | float if kind is float else kind)
 
 
-def _described(kind: Any) -> str:
+def described(kind: Any) -> str:
+    """What a value of this kind is, in words.
+
+    >>> described(int)
+    'a whole number'
+    """
     if get_origin(kind) is Literal:
         return " or ".join(get_args(kind))
     return _KINDS.get(kind, 'methods by layer, such as {"layer4.*": "Exact()"}')
