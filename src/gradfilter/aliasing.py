@@ -28,12 +28,8 @@ IN_PLACE = {
 }
 POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 ACTIVATIONS = (nn.ReLU, nn.Hardtanh, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.GELU)
-FRESH = (
-    *LAYERS,
-    *NORMS,
-    *POOLS,
-    *ACTIVATIONS,
-)  # modules whose result is new, or written over a value we follow
+# modules whose result is new, or written over a value we follow
+FRESH = (*LAYERS, *NORMS, *POOLS, *ACTIVATIONS)
 FRESH_FUNCTIONS = {
     operator.add,
     operator.sub,

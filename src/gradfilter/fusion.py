@@ -122,13 +122,9 @@ def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node]) -> Ste
         return Step(last, fused.frozen, (x,), {}, fused)
     kind = fused.activation
     run = None if kind.is_gate else kind.run_
-    if fused.norm_trains:
-        followers = Followers(None, None, run_activation=run, slope=kind.slope)
-        return Step(
-            last, partial(_trained, fused, partial(_run_with_norm, fused, followers)), (x,), {}, fused
-        )
-    followers = Followers(fused.norm, None, run_activation=run, slope=kind.slope)
-    return Step(last, partial(_trained, fused, partial(_run_layer, fused, followers)), (x,), {}, fused)
+    run_layer_, norm = (_run_with_norm, None) if fused.norm_trains else (_run_layer, fused.norm)
+    followers = Followers(norm, None, run_activation=run, slope=kind.slope)
+    return Step(last, partial(_trained, fused, partial(run_layer_, fused, followers)), (x,), {}, fused)
 
 
 def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node]) -> Step:

@@ -298,25 +298,32 @@ namespace {
 constexpr long PIECE = 4096;  // bytes at a time, so that the bits stay in the cache
 
 template <class T>
-struct Bits : Job {
-  const T *values;  // the gate's output; or its gradient
-  const T *scale;   // of each channel, or null
+struct OpenBits : Job {
+  const T *y;
   uint8_t *bits;
-  T *made;
-  long total, plane, channels;
-  T low, high, shut;
+  long total, plane;
+  T low, high;
 };
 
 template <class T>
-INLINE void note_share(void *given) {
-  const Bits<T> &job = *static_cast<Bits<T> *>(given);
+struct ThroughBits : Job {
+  const T *grad, *scale;  // the scale of each channel, or null
+  const uint8_t *bits;
+  T *made;
+  long total, plane, channels;
+  T shut;
+};
+
+template <class T>
+INLINE void open_bits_share(void *given) {
+  const OpenBits<T> &job = *static_cast<OpenBits<T> *>(given);
   const T low = job.low, high = job.high;
   const Share mine = my_share(job, job.plane);
   for (long begin = mine.begin; begin < mine.end; begin += PIECE) {
     const long count = std::min(PIECE, mine.end - begin);
     uint8_t bits[PIECE] = {};  // its own, so that the compiler knows that writing to it changes nothing else
     for (int bit = 0; bit < 8; bit++) {
-      const T *y = job.values + bit * job.plane + begin;
+      const T *y = job.y + bit * job.plane + begin;
       const uint8_t set = uint8_t(1 << bit);
       const long known = std::min(count, job.total - bit * job.plane - begin);
       for (long i = 0; i < known; i++) bits[i] |= is_open(y[i], low, high) ? set : uint8_t(0);
@@ -326,8 +333,8 @@ INLINE void note_share(void *given) {
 }
 
 template <class T>
-INLINE void pass_share(void *given) {
-  const Bits<T> &job = *static_cast<Bits<T> *>(given);
+INLINE void through_bits_share(void *given) {
+  const ThroughBits<T> &job = *static_cast<ThroughBits<T> *>(given);
   const T shut = job.shut, open = T(1) - job.shut;
   const Share mine = my_share(job, job.plane);
   for (long begin = mine.begin; begin < mine.end; begin += PIECE) {
@@ -337,7 +344,7 @@ INLINE void pass_share(void *given) {
       for (long at = begin, next; at < end; at = next) {
         const long channel = (first + at) % job.channels;
         next = std::min(end, at + job.channels - channel);
-        const T *grad = job.values + first + at;
+        const T *grad = job.grad + first + at;
         T *made = job.made + first + at;
         const uint8_t *bits = job.bits + at;
         if (job.scale) {
@@ -351,21 +358,21 @@ INLINE void pass_share(void *given) {
   }
 }
 
-EACH_PROCESSOR void note_float(void *job) { note_share<float>(job); }
-EACH_PROCESSOR void note_double(void *job) { note_share<double>(job); }
-EACH_PROCESSOR void pass_float(void *job) { pass_share<float>(job); }
-EACH_PROCESSOR void pass_double(void *job) { pass_share<double>(job); }
+EACH_PROCESSOR void open_bits_float(void *job) { open_bits_share<float>(job); }
+EACH_PROCESSOR void open_bits_double(void *job) { open_bits_share<double>(job); }
+EACH_PROCESSOR void through_bits_float(void *job) { through_bits_share<float>(job); }
+EACH_PROCESSOR void through_bits_double(void *job) { through_bits_share<double>(job); }
 }  // namespace
 
 #define BITS(T)                                                                                                    \
   EXPORT void gf_open_bits_##T(const T *y, uint8_t *bits, long total, double low, double high, int threads) {      \
-    Bits<T> job{{}, y, nullptr, bits, nullptr, total, (total + 7) / 8, 1, T(low), T(high), T(0)};                  \
-    run(note_##T, job, total, threads);                                                                            \
+    OpenBits<T> job{{}, y, bits, total, (total + 7) / 8, T(low), T(high)};                                         \
+    run(open_bits_##T, job, total, threads);                                                                       \
   }                                                                                                                \
-  EXPORT void gf_through_bits_##T(const T *grad, const T *scale, uint8_t *bits, T *made, long total,               \
+  EXPORT void gf_through_bits_##T(const T *grad, const T *scale, const uint8_t *bits, T *made, long total,         \
                                   long channels, double shut, int threads) {                                       \
-    Bits<T> job{{}, grad, scale, bits, made, total, (total + 7) / 8, channels, T(0), T(0), T(shut)};               \
-    run(pass_##T, job, total, threads);                                                                            \
+    ThroughBits<T> job{{}, grad, scale, bits, made, total, (total + 7) / 8, channels, T(shut)};                    \
+    run(through_bits_##T, job, total, threads);                                                                    \
   }
 BITS(float)
 BITS(double)
