@@ -7,6 +7,7 @@ and the list of recipes into docs/recipes.md, from their files.
     python experiments/steps.py
     python experiments/cached_epochs.py
     python experiments/native_pass.py
+    python experiments/kernel_gradient.py
     python experiments/methods.py
     python experiments/hosvd_speed.py tail, accelerated, eager
     python experiments/peaks.py
@@ -140,6 +141,18 @@ def _native_pass() -> str:
     for row in record["rows"]:
         shape = " x ".join(map(str, row["shape"]))
         lines.append([shape, row["way"], f"{row['ms']:.2f} ms", f"{row['first_s']:.2f} s"])
+    return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
+
+
+def _kernel_gradient() -> str:
+    record = _record("kernel_gradient")
+    if record is None:
+        return MISSING
+    ways = list(dict.fromkeys(row["way"] for row in record["rows"]))
+    lines = [["map", *ways]]
+    for shape in dict.fromkeys(tuple(row["shape"]) for row in record["rows"]):
+        own = {row["way"]: row["ms"] for row in record["rows"] if tuple(row["shape"]) == shape}
+        lines.append([" x ".join(map(str, shape)), *(f"{own[way]:.2f} ms" for way in ways)])
     return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
 
 
@@ -284,6 +297,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": _steps,
     "cached_epochs": _cached_epochs,
     "native_pass": _native_pass,
+    "kernel_gradient": _kernel_gradient,
     "methods": _methods,
     "hosvd_speed": _hosvd_speed,
     "peaks": _peaks,

@@ -17,10 +17,15 @@ import gradfilter as gf
 from gradfilter import native
 from gradfilter.geometry import ConvAxis, ConvGeometry
 from gradfilter.grid import Grid, pool
+from gradfilter.native import kernel_gradient
 from gradfilter.native.build import build
+from gradfilter.native.kernel_gradient import Axis
+from gradfilter.ops import max_pool as max_pool_module
 from gradfilter.ops.activation import Gate, count_open
 from gradfilter.ops.exact_conv import Want
 from gradfilter.ops.linked import Linked
+from gradfilter.ops.max_pool import PoolWindow, max_pool
+from gradfilter.region import region
 
 needs_native = pytest.mark.skipif(not native._functions(), reason="the native passes were not built")
 pytestmark = needs_native
@@ -165,6 +170,90 @@ def test_comparison_notices_a_wrong_link() -> None:
         linked.axes = (linked.axes[0], linked.axes[1]._replace(weighs=linked.axes[1].weighs.flip(1)))
 
     assert sum(error > 1e-6 for error in depthwise_errors(spoil)) > 50
+
+
+def kernel_gradient_errors(spoil: Callable[[Axis], Axis] = lambda axis: axis) -> list[float]:
+    """How far the native gradient of a kernel is from torch's in float64, by generated convolution."""
+    random, errors = Random(3), []  # noqa: S311  shapes, not secrets
+    while len(errors) < 120:
+        n, inputs, outputs = random.randint(1, 9), random.choice([16, 21, 64, 70]), random.randint(1, 40)
+        axes = []
+        for _ in range(2):
+            kernel, stride, dilation = random.randint(1, 5), random.randint(1, 3), random.randint(1, 2)
+            padding = random.randint(0, kernel)
+            size = random.randint(max(1, dilation * (kernel - 1) + 1 - 2 * padding), 26)
+            made = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+            axes.append(Axis(size, made, kernel, stride, padding, dilation))
+        x, grad = (
+            torch.randn(n, c, *sizes).contiguous(memory_format=torch.channels_last)
+            for c, sizes in ((inputs, [a.size for a in axes]), (outputs, [a.outputs for a in axes]))
+        )
+        assert kernel_gradient.fits(grad, x)
+        found = kernel_gradient.kernel_gradient(grad, x, [spoil(axis) for axis in axes])
+        stride, padding, dilation = ([getattr(a, s) for a in axes] for s in ("stride", "padding", "dilation"))
+        settings = (None, stride, padding, dilation, False, [0, 0], 1, [False, True, False])
+        wanted = torch.ops.aten.convolution_backward(grad.double(), x.double(), found.double(), *settings)[1]
+        errors.append(float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9)))
+    return errors
+
+
+needs_kernel_gradient = pytest.mark.skipif(
+    ("gf_kernel_gradient", torch.float32) not in native._functions(),
+    reason="this processor has wider vectors, and oneDNN uses them",
+)
+
+
+@needs_kernel_gradient
+@pytest.mark.usefixtures("threads")
+def test_kernel_gradient() -> None:
+    assert max(kernel_gradient_errors()) < 1e-5
+
+
+@needs_kernel_gradient
+def test_comparison_notices_a_wrong_tap() -> None:
+    wrong = kernel_gradient_errors(lambda axis: axis._replace(padding=axis.padding + 1))
+    assert sum(error > 1e-3 for error in wrong) > 90
+
+
+@needs_kernel_gradient
+def test_kernel_gradients_that_are_left_to_torch() -> None:
+    maps = torch.randn(2, 16, 5, 5).contiguous(memory_format=torch.channels_last)
+    assert kernel_gradient.fits(maps, maps)
+    assert not kernel_gradient.fits(maps, maps[:, :15])
+    assert not kernel_gradient.fits(maps.double(), maps.double())
+    assert not kernel_gradient.fits(maps.contiguous(), maps)
+
+
+def pooled(x: Tensor, window: PoolWindow, gate: bool, patch: int) -> Tensor:
+    """The gradient of a convolution before a max pooling: both have the same grid."""
+    torch.manual_seed(0)
+    conv = gf.apply_(nn.Sequential(nn.Conv2d(4, 6, 1)), gf.GradientFilter(patch)).to(x.dtype)
+    with region():
+        y = conv(x)
+        y = max_pool(y.relu() if gate else y, window)
+    slopes = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)
+    y.backward(slopes.contiguous(memory_format=torch.channels_last))
+    return torch.cat([p.grad.flatten() for p in conv.parameters()])
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.usefixtures("threads")
+def test_back_through_max_pooling(gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, calls = Random(4), []  # noqa: S311
+    back = native.max_pool_back
+    monkeypatch.setattr(native, "max_pool_back", lambda *a: (calls.append(1), back(*a))[1])
+    for _ in range(60):
+        kernel = [random.randint(2, 4) for _ in range(2)]
+        stride = [random.randint(1, 3) for _ in range(2)]
+        padding = [random.randint(0, k // 2) for k in kernel]
+        window = PoolWindow(kernel, stride, padding, [1, 1], random.random() < 0.5)
+        x = torch.randn(2, 4, random.randint(5, 17), random.randint(5, 17), dtype=torch.float64)
+        x, patch = x.contiguous(memory_format=torch.channels_last), random.randint(2, 4)
+        ours = pooled(x, window, gate, patch)
+        with monkeypatch.context() as without:
+            without.setattr(max_pool_module, "_is_native", lambda counts: False)
+            assert torch.allclose(ours, pooled(x, window, gate, patch), rtol=1e-12, atol=1e-12)
+    assert len(calls) > 30
 
 
 def test_an_empty_batch_has_a_gradient_of_zero() -> None:

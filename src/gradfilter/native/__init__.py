@@ -27,6 +27,7 @@ __all__ = [
     "fits_blocks",
     "is_channels_last",
     "max_pool",
+    "max_pool_back",
     "open_bits",
     "open_in_both",
     "open_pixels_and_means",
@@ -40,6 +41,7 @@ _ARGUMENTS = {
     "gf_patches": [_P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _D, _I],
     "gf_both": [_P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _D, _D, _D, _I],
     "gf_max_pool": [_P, _P, _P, _L, _L, _P, _P, _D, _D, _I],
+    "gf_max_pool_back": [_P, _P, _P, _P, _L, _L, _P, _P, _I],
     "gf_gate": [_P, _P, _P, _P, _P, _L, _L, _L, _D, _I],
     "gf_open_bits": [_P, _P, _L, _D, _D, _I],
     "gf_through_bits": [_P, _P, _P, _P, _L, _L, _D, _I],
@@ -47,9 +49,13 @@ _ARGUMENTS = {
     "gf_encode": [_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _I],
     "gf_decode": [_P, _P, _P, _L, _L, _L, _I],
 }
-_FLOAT_ONLY = {
+_INVERTED_RESIDUAL = {
     "gf_inverted_residual": ([_P, _P, _P, _P, _P, _P, _P, _I], None),
     "gf_inverted_residual_scratch": ([_P, _I], _L),
+}
+_KERNEL_GRADIENT = {
+    "gf_kernel_gradient": ([_P, _P, _P, _P, _P, _I], None),
+    "gf_kernel_gradient_scratch": ([_P, _I], _L),
 }
 
 
@@ -69,7 +75,10 @@ def _functions() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
             function = getattr(library, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
             found[name, dtype] = function
-    for name, (arguments, result) in _FLOAT_ONLY.items() if library.gf_inverted_residual_is_fast() else ():
+    float_only = _INVERTED_RESIDUAL if library.gf_has_vectors() else {}
+    if float_only and library.gf_kernel_gradient_is_fast():
+        float_only = float_only | _KERNEL_GRADIENT
+    for name, (arguments, result) in float_only.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
         found[name, torch.float32] = function
@@ -158,6 +167,18 @@ def max_pool(
         axes[0].data_ptr(), axes[1].data_ptr(), *bounds, torch.get_num_threads(),
     )  # fmt: skip
     return y, counts.permute(0, 1, 4, 2, 3)
+
+
+def max_pool_back(
+    grad: Tensor, counts: Tensor, open_count: Tensor | None, axes: Tensor, coarse_shape: Sequence[int]
+) -> Tensor:
+    """The mean over each input patch, or over its open pixels, of what comes back through ``max_pool``."""
+    made = _empty(coarse_shape, grad.dtype)
+    _functions()["gf_max_pool_back", grad.dtype](
+        grad.data_ptr(), counts.data_ptr(), _pointer(open_count), made.data_ptr(), *grad.shape[:2],
+        axes[0].data_ptr(), axes[1].data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return made
 
 
 def through_gate(grad: Tensor, count: Tensor, scale: Tensor | None, per_pixel: Tensor, shut: float) -> Tensor:

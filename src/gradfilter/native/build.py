@@ -15,8 +15,9 @@ from pathlib import Path
 __all__ = ["LIBRARY", "build"]
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("kernels.cpp", "inverted_residual.cpp")]
-_TEXT = b"".join(path.read_bytes() for path in (*SOURCES, HERE / "parallel.h"))
+SOURCES = [HERE / name for name in ("kernels.cpp", "inverted_residual.cpp", "kernel_gradient.cpp")]
+HEADERS = [HERE / name for name in ("parallel.h", "vectors.h")]
+_TEXT = b"".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
 # Named after its sources: a library of another version is never loaded. ctypes takes ".so" everywhere.
 LIBRARY = HERE / f"kernels-{hashlib.sha256(_TEXT).hexdigest()[:8]}.so"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")

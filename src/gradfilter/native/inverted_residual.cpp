@@ -8,37 +8,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "parallel.h"
+#include "vectors.h"
 
 namespace {
-typedef float Vec __attribute__((vector_size(32)));
-constexpr long LANES = 8, WIDEST = 3;  // floats of a vector, vectors of a panel
-#define UNROLL _Pragma("GCC unroll 8")  // sums stay in registers only where their indices are constants
-
-INLINE Vec load(const float *from) {
-  Vec made;
-  std::memcpy(&made, from, sizeof(Vec));
-  return made;
-}
-
-INLINE void store(float *to, Vec value) { std::memcpy(to, &value, sizeof(Vec)); }
-
-// The first `lanes` of a vector, where a map has no more channels.
-INLINE Vec load_some(const float *from, long lanes) {
-  if (lanes >= LANES) return load(from);
-  Vec made = {};
-  std::memcpy(&made, from, lanes * sizeof(float));
-  return made;
-}
-
-INLINE void store_some(float *to, Vec value, long lanes) {
-  if (lanes >= LANES)
-    store(to, value);
-  else
-    std::memcpy(to, &value, lanes * sizeof(float));
-}
+constexpr long WIDEST = 3;  // vectors of a panel
 
 struct Activation {
   enum Kind { BOUNDED, LEAKY, HARDSWISH } kind;
@@ -359,17 +334,6 @@ Shape shape_of(const int64_t *s) {
 
 Activation activation_of(const float *a) { return {Activation::Kind(int(a[0])), a[1], a[2]}; }
 }  // namespace
-
-// Whether this processor has the registers that the products were made for; else oneDNN is faster.
-EXPORT int gf_inverted_residual_is_fast() {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#elif defined(__x86_64__) && !defined(__AVX2__)
-  return 0;  // compiled once, for the oldest processor
-#else
-  return 1;
-#endif
-}
 
 // Floats of working memory.
 EXPORT long gf_inverted_residual_scratch(const int64_t *shape, int threads) {

@@ -19,6 +19,17 @@ EXPORT void gf_use_threads(void *parallel, void *number, void *count) {
   thread_count = reinterpret_cast<Number>(count);
 }
 
+// Whether this processor has the registers that products of vectors.h were made for; else oneDNN is faster.
+EXPORT int gf_has_vectors() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__x86_64__) && !defined(__AVX2__)
+  return 0;  // compiled once, for the oldest processor
+#else
+  return 1;
+#endif
+}
+
 // ------------------------------------------------------------------------------------------------- patches of a map
 // One sweep over a map: the mean of every patch, and in how many of its pixels a gate is open. A gate is open unless
 // y <= low or y >= high; a bound that is NaN never shuts.
@@ -160,8 +171,8 @@ BOTH(gf_both_double, double, both_double)
 
 namespace {
 struct PoolAxis {
-  long size, outputs, kernel, stride, padding, dilation;
-  long side_in, side_out, first, reach;  // patches; neighbours of output patch p: p * stride + first, `reach` many
+  int64_t size, outputs, kernel, stride, padding, dilation;
+  int64_t side_in, side_out, first, reach;  // patches; neighbours of output patch p: p * stride + first, `reach` many
 };
 
 template <class T>
@@ -235,15 +246,84 @@ EACH_PROCESSOR void max_pool_double(void *job) { max_pool_share<double>(job); }
 }  // namespace
 
 #define MAX_POOL(NAME, T, BODY)                                                                                    \
-  EXPORT void NAME(const T *x, T *y, uint8_t *counts, long batch, long channels, const int64_t *h,                 \
-                   const int64_t *w, double low, double high, int threads) {                                       \
-    PoolAxis axis_h{h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7], h[8], h[9]};                                   \
-    PoolAxis axis_w{w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9]};                                   \
-    MaxPool<T> job{{}, x, y, counts, batch, channels, axis_h, axis_w, T(low), T(high)};                            \
-    run(BODY, job, batch *channels *axis_h.size *axis_w.size, threads);                                            \
+  EXPORT void NAME(const T *x, T *y, uint8_t *counts, long batch, long channels, const PoolAxis *h,                \
+                   const PoolAxis *w, double low, double high, int threads) {                                      \
+    MaxPool<T> job{{}, x, y, counts, batch, channels, *h, *w, T(low), T(high)};                                    \
+    run(BODY, job, batch *channels *h->size *w->size, threads);                                                    \
   }
 MAX_POOL(gf_max_pool_float, float, max_pool_float)
 MAX_POOL(gf_max_pool_double, double, max_pool_double)
+
+// ------------------------------------------------------------------------------------------------- back through max pooling
+// To each input patch, from every output patch near it, the gradient for each maximum that lies there; as a mean over
+// the patch's pixels, or where a gate follows, over its open ones.
+
+namespace {
+template <class T>
+struct MaxPoolBack : Job {
+  const T *grad;
+  const uint8_t *counts, *open;  // open: null without a gate
+  T *result;
+  long batch, channels;
+  PoolAxis h, w;
+};
+
+// The output patches of which input patch q is a neighbour.
+struct Readers {
+  long first, last;
+  Readers(const PoolAxis &axis, long q) {
+    const long patches = (axis.outputs + axis.side_out - 1) / axis.side_out, end = q - axis.first;
+    first = end < axis.reach ? 0 : (end - axis.reach + axis.stride) / axis.stride;
+    last = end < 0 ? -1 : std::min(end / axis.stride, patches - 1);
+  }
+};
+
+template <class T>
+INLINE void max_pool_back_share(void *given) {
+  const MaxPoolBack<T> &job = *static_cast<MaxPoolBack<T> *>(given);
+  const PoolAxis &h = job.h, &w = job.w;
+  const long channels = job.channels;
+  const long out_h = (h.outputs + h.side_out - 1) / h.side_out, out_w = (w.outputs + w.side_out - 1) / w.side_out;
+  const long in_h = (h.size + h.side_in - 1) / h.side_in, in_w = (w.size + w.side_in - 1) / w.side_in;
+  const long plane = job.batch * out_h * out_w * channels;
+  const Share mine = my_share(job, job.batch * in_h);
+  for (long item = mine.begin; item < mine.end; item++) {
+    const long n = item / in_h, i = item % in_h;
+    const Readers down(h, i);
+    for (long j = 0; j < in_w; j++) {
+      const Readers right(w, j);
+      T *result = job.result + (item * in_w + j) * channels;
+      std::fill(result, result + channels, T(0));
+      for (long a = down.first; a <= down.last; a++)
+        for (long b = right.first; b <= right.last; b++) {
+          const long at = ((n * out_h + a) * out_w + b) * channels;
+          const long neighbour = (i - h.first - a * h.stride) * w.reach + j - w.first - b * w.stride;
+          const T *grad = job.grad + at;
+          const uint8_t *counts = job.counts + neighbour * plane + at;
+          for (long c = 0; c < channels; c++) result[c] += grad[c] * T(counts[c]);
+        }
+      const uint8_t *open = job.open + (item * in_w + j) * channels;
+      const T pixels = T(std::min(h.side_in, h.size - i * h.side_in) * std::min(w.side_in, w.size - j * w.side_in));
+      if (job.open)
+        for (long c = 0; c < channels; c++) result[c] /= open[c] ? T(open[c]) : T(1);
+      else
+        for (long c = 0; c < channels; c++) result[c] /= pixels;
+    }
+  }
+}
+
+EACH_PROCESSOR void max_pool_back_float(void *job) { max_pool_back_share<float>(job); }
+EACH_PROCESSOR void max_pool_back_double(void *job) { max_pool_back_share<double>(job); }
+}  // namespace
+
+#define MAX_POOL_BACK(NAME, T, BODY)                                                                               \
+  EXPORT void NAME(const T *grad, const uint8_t *counts, const uint8_t *open, T *result, long batch,               \
+                   long channels, const PoolAxis *h, const PoolAxis *w, int threads) {                             \
+    MaxPoolBack<T> job{{}, grad, counts, open, result, batch, channels, *h, *w};                                   \
+    run(BODY, job, batch *channels *h->size *w->size, threads);                                                    \
+  }
+MAX_POOL_BACK(gf_max_pool_back_float, float, max_pool_back_float)
+MAX_POOL_BACK(gf_max_pool_back_double, double, max_pool_back_double)
 
 // ------------------------------------------------------------------------------------------------- back through a gate
 // gradient * (share of open pixels, shut ones passing `shut` of it) * scale of the norm before the gate.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..geometry import ConvGeometry
 from ..grid import Grid, pixels, pool, regrid
+from ..native import kernel_gradient as native_gradient
 from .exact_conv import Gradients, Want
 from .layout import kernel_rows
 from .taps import tap_matrix, work_axis
@@ -59,11 +60,22 @@ class Convolved:
     def _direct(self, grad: Tensor, x: Tensor | None, kernel: Tensor, want: Want) -> Gradients:
         if x is None:
             x = grad.new_empty(self.work_in.coarse_shape)
-        arguments = (None, *self._settings(), [want.x, want.weight, False])
-        x_grad, kernel_grad, _ = aten.convolution_backward(grad, x, kernel, *arguments)
-        if x_grad is not None:
-            x_grad = self._per_pixel(x_grad)
-        return Gradients(x_grad, kernel_grad)
+        kernel_grad = None
+        if want.weight and self.geometry.groups == 1 and native_gradient.fits(grad, x):
+            kernel_grad = native_gradient.kernel_gradient(grad, x, self._native_axes())
+            want = want._replace(weight=False)
+        if want.x or want.weight:
+            arguments = (None, *self._settings(), [want.x, want.weight, False])
+            x_grad, found, _ = aten.convolution_backward(grad, x, kernel, *arguments)
+            kernel_grad = found if want.weight else kernel_grad
+        return Gradients(self._per_pixel(x_grad) if want.x else None, kernel_grad)
+
+    def _native_axes(self) -> tuple[native_gradient.Axis, ...]:
+        sizes = zip(self.axes, self.work_in.coarse_shape[2:], self.work_out.coarse_shape[2:], strict=True)
+        return tuple(
+            native_gradient.Axis(size, outputs, a.columns, a.stride, a.padding, a.dilation)
+            for a, size, outputs in sizes
+        )
 
     def _per_pixel(self, x_grad: Tensor) -> Tensor:
         share = pixels(self.work_in, x_grad)

@@ -104,6 +104,10 @@ class _CountedMax(torch.autograd.Function):
         counts, open_count = ctx.saved_tensors
         ctx.open_count = None
         values = onto(grad, ctx.out_grid)
+        if native.fits(values) and _is_native(counts) and (open_count is None or _is_native(open_count)):
+            axes = _axes(ctx.window, ctx.grid, ctx.out_grid)
+            means = native.max_pool_back(values, counts, open_count, axes, ctx.grid.coarse_shape)
+            return CoarseGradient(means, ctx.grid), None, None, None
         patches_out, patches_in = ctx.out_grid.coarse_shape[2:], ctx.grid.coarse_shape[2:]
         steps, before = ctx.window.stride, [-f for f in ctx.first]
         width = [
@@ -121,6 +125,11 @@ class _CountedMax(torch.autograd.Function):
             sums = sums.narrow(i + 2, b, q)
         share = pixels(ctx.grid, sums) if open_count is None else open_count.to(sums.dtype).clamp_(min=1)
         return CoarseGradient(sums / share, ctx.grid), None, None, None
+
+
+def _is_native(counts: Tensor) -> bool:
+    """Bytes, channels-last, of one map or of one for each neighbour."""
+    return counts.dtype == torch.uint8 and counts.movedim(-3, -1).is_contiguous()
 
 
 def _maxima(x: Tensor, window: PoolWindow, grid: Grid, gate: Gated | None) -> tuple[Tensor, Tensor]:

@@ -139,5 +139,5 @@ def _by_iteration(x: Tensor, mode: int, enough: Enough) -> Tensor | None:
 def _orthogonal_to(basis: Tensor, columns: Tensor) -> Tensor:
     """An orthonormal basis of what the columns add; twice, for the digits that the first time loses."""
     for _ in range(2):
-        columns = orthonormal(columns - basis @ (basis.t() @ columns))
-    return columns
+        columns = columns - basis @ (basis.t() @ columns)
+    return orthonormal(columns)
