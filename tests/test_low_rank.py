@@ -390,6 +390,22 @@ def test_large_modes_are_not_decomposed_whole(monkeypatch: pytest.MonkeyPatch) -
     assert max(sizes) == 500  # a flat spectrum leaves nothing to save: the negative control
 
 
+def test_few_directions_are_told_from_rounding_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a round adds to a basis that has all of a tensor is noise; it must be orthogonal all the same."""
+    random = torch.Generator().manual_seed(0)
+    few = torch.randn(512, 20, generator=random) @ torch.randn(20, 2048, generator=random)
+    one = torch.randn(512, 1, generator=random).expand(-1, 2048) + 0.01 * torch.randn(
+        512, 2048, generator=random
+    )
+    for x in (few, one):
+        found = numerics._by_iteration(x, 0, numerics.by_variance(0.9))
+        assert found is not None
+        assert found.shape[1] == (18 if x is few else 1)
+    once = lambda basis, columns: numerics.orthonormal(columns - basis @ (basis.t() @ columns))  # noqa: E731
+    monkeypatch.setattr(numerics, "_orthogonal_to", once)
+    assert numerics._by_iteration(few, 0, numerics.by_variance(0.9)) is None  # the negative control
+
+
 @pytest.mark.parametrize("shape", [(40, 3), (300, 2, 2), (2, 90, 1, 2)])
 def test_the_smaller_side_of_an_unfolding_is_decomposed(shape: tuple[int, ...]) -> None:
     x = smooth(*shape)

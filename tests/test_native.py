@@ -188,7 +188,7 @@ def kernel_gradient_errors(spoil: Callable[[Axis], Axis] = lambda axis: axis) ->
             torch.randn(n, c, *sizes).contiguous(memory_format=torch.channels_last)
             for c, sizes in ((inputs, [a.size for a in axes]), (outputs, [a.outputs for a in axes]))
         )
-        assert kernel_gradient.fits(grad, x)
+        assert kernel_gradient.fits(grad, x, axes)
         found = kernel_gradient.kernel_gradient(grad, x, [spoil(axis) for axis in axes])
         stride, padding, dilation = ([getattr(a, s) for a in axes] for s in ("stride", "padding", "dilation"))
         settings = (None, stride, padding, dilation, False, [0, 0], 1, [False, True, False])
@@ -217,11 +217,15 @@ def test_comparison_notices_a_wrong_tap() -> None:
 
 @needs_kernel_gradient
 def test_kernel_gradients_that_are_left_to_torch() -> None:
-    maps = torch.randn(2, 16, 5, 5).contiguous(memory_format=torch.channels_last)
-    assert kernel_gradient.fits(maps, maps)
-    assert not kernel_gradient.fits(maps, maps[:, :15])
-    assert not kernel_gradient.fits(maps.double(), maps.double())
-    assert not kernel_gradient.fits(maps.contiguous(), maps)
+    maps, axes = (
+        torch.randn(2, 16, 5, 5).contiguous(memory_format=torch.channels_last),
+        [Axis(5, 5, 3, 1, 1, 1)] * 2,
+    )
+    assert kernel_gradient.fits(maps, maps, axes)
+    assert not kernel_gradient.fits(maps, maps[:, :15], axes)
+    assert not kernel_gradient.fits(maps.double(), maps.double(), axes)
+    assert not kernel_gradient.fits(maps.contiguous(), maps, axes)
+    assert not kernel_gradient.fits(maps, maps, [axes[0], axes[1]._replace(dilation=3)])
 
 
 def pooled(x: Tensor, window: PoolWindow, gate: bool, patch: int) -> Tensor:
@@ -243,12 +247,14 @@ def test_back_through_max_pooling(gate: bool, monkeypatch: pytest.MonkeyPatch) -
     back = native.max_pool_back
     monkeypatch.setattr(native, "max_pool_back", lambda *a: (calls.append(1), back(*a))[1])
     for _ in range(60):
-        kernel = [random.randint(2, 4) for _ in range(2)]
-        stride = [random.randint(1, 3) for _ in range(2)]
-        padding = [random.randint(0, k // 2) for k in kernel]
-        window = PoolWindow(kernel, stride, padding, [1, 1], random.random() < 0.5)
-        x = torch.randn(2, 4, random.randint(5, 17), random.randint(5, 17), dtype=torch.float64)
-        x, patch = x.contiguous(memory_format=torch.channels_last), random.randint(2, 4)
+        kernel, stride = ([random.randint(1, most) for _ in range(2)] for most in (4, 5))
+        padding, dilation = (
+            [random.randint(0, k // 2) for k in kernel],
+            [random.randint(1, 3) for _ in range(2)],
+        )
+        window = PoolWindow(kernel, stride, padding, dilation, random.random() < 0.5)
+        x = torch.randn(2, 4, random.randint(10, 19), random.randint(10, 19), dtype=torch.float64)
+        x, patch = x.contiguous(memory_format=torch.channels_last), random.randint(2, 9)
         ours = pooled(x, window, gate, patch)
         with monkeypatch.context() as without:
             without.setattr(max_pool_module, "_is_native", lambda counts: False)

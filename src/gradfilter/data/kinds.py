@@ -270,10 +270,13 @@ def _recognised(path: Path, task: Task | None) -> str:
             return name
     wanted = "" if task is None else f" to {task}"
     instead = f"; it is {there[0]}, data to {' or '.join(KINDS[there[0]].tasks)}" if there else ""
-    looked = "; ".join(
-        f"{name}: {kind.layout}" for name, kind in KINDS.items() if task is None or task in kind.tasks
+    served = [name for name, kind in KINDS.items() if task is None or task in kind.tasks]
+    own = ", or ".join(f"{name} ({KINDS[name].layout})" for name in ("folder", "masks") if name in served)
+    others = ", ".join(name for name in served if name not in ("digits", "folder", "masks"))
+    raise GradFilterError(
+        f"{path} has no data{wanted} that is known{instead}. Looked for {own}, and for {others}; "
+        f"with one of these names before it, as {served[-1]}:{path}, you are told what is missing."
     )
-    raise GradFilterError(f"{path} has no data{wanted} that is known{instead}. Looked for {looked}.")
 
 
 def _known_task(kind: str, task: Task | None) -> Task | None:

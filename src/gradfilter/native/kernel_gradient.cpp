@@ -24,21 +24,25 @@ struct Shape {
 
 // What is packed at a time: some rows of one image, or several whole images.
 struct Pieces {
-  long images, rows, strips, per_image;  // pieces of an image, where it is cut
-  long plane, strip_floats, floats;      // floats of an image in a strip, of a strip, of all that a thread packs
+  long images, rows, strips;         // images and rows of outputs at a time; strips of input channels
+  long plane, strip_floats, floats;  // floats of an image in a strip, of a strip, of all that a thread packs
 };
 
 Pieces pieces_of(const Shape &job) {
   Pieces made;
   const long width = job.w.span(job.w.outputs);
   made.strips = (job.inputs + STRIP - 1) / STRIP;
-  const auto pixels = [&](long rows) {  // or as many as fill the packed piece, if that is full sooner
+  // How full a piece would be: of pixels, or of packed floats in the same measure.
+  const auto load_of = [&](long rows) {
     return std::max(rows * job.w.outputs, job.h.span(rows) * width * made.strips * STRIP * PIXELS / PACKED);
   };
+  long per_image = 1;
   made.rows = job.h.outputs;
-  for (made.per_image = 1; made.rows > 1 && pixels(made.rows) > PIXELS;)
-    made.per_image++, made.rows = (job.h.outputs + made.per_image - 1) / made.per_image;
-  made.images = made.per_image > 1 ? 1 : std::max(1L, std::min(job.batch, PIXELS / pixels(made.rows)));
+  while (made.rows > 1 && load_of(made.rows) > PIXELS) {
+    per_image++;
+    made.rows = (job.h.outputs + per_image - 1) / per_image;
+  }
+  made.images = per_image > 1 ? 1 : std::max(1L, std::min(job.batch, PIXELS / std::max(1L, load_of(made.rows))));
   made.plane = job.h.span(made.rows) * width * STRIP;
   made.strip_floats = made.images * made.plane;
   const long packed_rows = (made.images * made.rows * job.w.outputs * ROWS + STRIP - 1) / STRIP * STRIP;
@@ -82,7 +86,8 @@ EACH_PROCESSOR void tile(const KernelGradient &job, const Piece &piece, const fl
     }
 }
 
-// STRIP input channels of all that the piece reads, with zeros for the padding.
+// STRIP input channels of all that the piece reads, with zeros for the padding. These are multiplied like all else, so
+// that a gradient of infinity or NaN there makes NaN of taps that oneDNN would not have touched.
 EACH_PROCESSOR void pack_strip(const KernelGradient &job, const Piece &piece, long channel, float *to) {
   const long left = std::min(STRIP, job.inputs - channel), width = job.w.span(job.w.outputs);
   const long before = std::min(job.w.padding, width), inside = std::min(job.w.size, width - before);

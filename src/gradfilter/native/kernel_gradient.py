@@ -15,6 +15,7 @@ __all__ = ["Axis", "fits", "kernel_gradient"]
 
 _NAMES = ("gf_kernel_gradient", "gf_kernel_gradient_scratch")
 _NARROW = 16  # input channels: fewer do not fill the vectors
+_DENSE = 2  # dilation: with more, most of what is packed is never read
 
 
 class Axis(NamedTuple):
@@ -28,10 +29,11 @@ class Axis(NamedTuple):
     dilation: int
 
 
-def fits(grad: Tensor, x: Tensor) -> bool:
+def fits(grad: Tensor, x: Tensor, axes: Sequence[Axis]) -> bool:
     """Whether the pass can work on these maps, and is worth it."""
     known = (_NAMES[0], grad.dtype) in native._functions()
-    return known and x.shape[1] >= _NARROW and native.fits(grad, x)
+    worth = x.shape[1] >= _NARROW and all(axis.dilation <= _DENSE for axis in axes)
+    return known and worth and native.fits(grad, x)
 
 
 def kernel_gradient(grad: Tensor, x: Tensor, axes: Sequence[Axis]) -> Tensor:

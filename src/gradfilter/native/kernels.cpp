@@ -256,7 +256,7 @@ MAX_POOL(gf_max_pool_double, double, max_pool_double)
 
 // ------------------------------------------------------------------------------------------------- back through max pooling
 // To each input patch, from every output patch near it, the gradient for each maximum that lies there; as a mean over
-// the patch's pixels, or where a gate follows, over its open ones.
+// the patch's pixels, or behind a gate over its open ones.
 
 namespace {
 template <class T>
@@ -274,7 +274,7 @@ struct Readers {
   Readers(const PoolAxis &axis, long q) {
     const long patches = (axis.outputs + axis.side_out - 1) / axis.side_out, end = q - axis.first;
     first = end < axis.reach ? 0 : (end - axis.reach + axis.stride) / axis.stride;
-    last = end < 0 ? -1 : std::min(end / axis.stride, patches - 1);
+    last = end < 0 ? -1 : std::min<long>(end / axis.stride, patches - 1);
   }
 };
 
@@ -302,12 +302,14 @@ INLINE void max_pool_back_share(void *given) {
           const uint8_t *counts = job.counts + neighbour * plane + at;
           for (long c = 0; c < channels; c++) result[c] += grad[c] * T(counts[c]);
         }
-      const uint8_t *open = job.open + (item * in_w + j) * channels;
-      const T pixels = T(std::min(h.side_in, h.size - i * h.side_in) * std::min(w.side_in, w.size - j * w.side_in));
-      if (job.open)
+      if (job.open) {
+        const uint8_t *open = job.open + (item * in_w + j) * channels;
         for (long c = 0; c < channels; c++) result[c] /= open[c] ? T(open[c]) : T(1);
-      else
+      } else {
+        const long rows = std::min<long>(h.side_in, h.size - i * h.side_in);
+        const T pixels = T(rows * std::min<long>(w.side_in, w.size - j * w.side_in));
         for (long c = 0; c < channels; c++) result[c] /= pixels;
+      }
     }
   }
 }

@@ -61,8 +61,9 @@ class Convolved:
         if x is None:
             x = grad.new_empty(self.work_in.coarse_shape)
         kernel_grad = None
-        if want.weight and self.geometry.groups == 1 and native_gradient.fits(grad, x):
-            kernel_grad = native_gradient.kernel_gradient(grad, x, self._native_axes())
+        axes = self._native_axes()
+        if want.weight and self.geometry.groups == 1 and native_gradient.fits(grad, x, axes):
+            kernel_grad = native_gradient.kernel_gradient(grad, x, axes)
             want = want._replace(weight=False)
         if want.x or want.weight:
             arguments = (None, *self._settings(), [want.x, want.weight, False])

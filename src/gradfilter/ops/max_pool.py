@@ -153,7 +153,7 @@ def _maxima(x: Tensor, window: PoolWindow, grid: Grid, gate: Gated | None) -> tu
 
 
 def _axes(window: PoolWindow, grid: Grid, out_grid: Grid) -> Tensor:
-    """One row per axis, as native.max_pool reads it."""
+    """One row per axis, laid out as PoolAxis in native/kernels.cpp."""
     settings = (window.kernel, window.stride, window.padding, window.dilation)
     sides = (grid.patches[2:], out_grid.patches[2:])
     columns = (grid.shape[2:], out_grid.shape[2:], *settings, *sides, *_neighbours(window, grid))

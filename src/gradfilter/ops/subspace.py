@@ -118,9 +118,11 @@ def _by_iteration(x: Tensor, mode: int, enough: Enough) -> Tensor | None:
     Every round adds the image of the directions that the last one added, so few rounds are enough, and few
     columns: subspace iteration throws away what it has seen before.
     """
-    size, most, total = x.shape[mode], min(x.shape[mode], other_modes(x, mode)) // 3, _energy(x)
-    basis = orthonormal(random_start(size, BLOCK, x))
-    image = _image(x, mode, basis)
+    rows = x.movedim(mode, -1).reshape(-1, x.shape[mode])  # a view where the mode comes last in memory
+    most, total = min(rows.shape) // 3, _energy(x)
+    # Random sums of rows are nearer to the leading directions than random numbers are.
+    basis = orthonormal(rows.t() @ random_start(len(rows), BLOCK, x))
+    image = rows.t() @ (rows @ basis)
     while True:
         values, turn = (t.flip(-1) for t in torch.linalg.eigh(basis.t() @ image))
         rank = enough(values, total)
@@ -133,11 +135,11 @@ def _by_iteration(x: Tensor, mode: int, enough: Enough) -> Tensor | None:
             return None
         added = _orthogonal_to(basis, image[:, -BLOCK:])
         basis = torch.cat([basis, added], 1)
-        image = torch.cat([image, _image(x, mode, added)], 1)
+        image = torch.cat([image, rows.t() @ (rows @ added)], 1)
 
 
 def _orthogonal_to(basis: Tensor, columns: Tensor) -> Tensor:
     """An orthonormal basis of what the columns add; twice, for the digits that the first time loses."""
     for _ in range(2):
-        columns = columns - basis @ (basis.t() @ columns)
-    return orthonormal(columns)
+        columns = orthonormal(columns - basis @ (basis.t() @ columns))
+    return columns
