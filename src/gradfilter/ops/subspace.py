@@ -120,8 +120,7 @@ def _by_iteration(x: Tensor, mode: int, enough: Enough) -> Tensor | None:
     """
     rows = x.movedim(mode, -1).reshape(-1, x.shape[mode])  # a view where the mode comes last in memory
     most, total = min(rows.shape) // 3, _energy(x)
-    # Random sums of rows are nearer to the leading directions than random numbers are.
-    basis = orthonormal(rows.t() @ random_start(len(rows), BLOCK, x))
+    basis = orthonormal(random_start(rows.shape[1], BLOCK, x))
     image = rows.t() @ (rows @ basis)
     while True:
         values, turn = (t.flip(-1) for t in torch.linalg.eigh(basis.t() @ image))
