@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from pathlib import Path
+
 import pytest
 
 import gradfilter as gf
@@ -45,3 +49,21 @@ def test_what_is_none_is_told_in_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(gf.GradFilterError) as caught:
         method_from(text)
     assert sentence in str(caught.value)
+
+
+def methods_imported_by(source: str) -> set[str]:
+    """Which files of other methods a method's file imports."""
+    shared = {"base", "settings"}
+    found = {
+        n.module or "" for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.level == 1
+    }
+    return found - shared
+
+
+def test_methods_do_not_import_one_another() -> None:
+    own = {kind.__module__ for kind in METHODS.values()}
+    assert len(own) == len(METHODS)
+    for name in own:
+        assert not methods_imported_by(Path(str(sys.modules[name].__file__)).read_text())
+    assert methods_imported_by("from .svd import SVD") == {"svd"}
+    assert methods_imported_by("from . import svd") == {""}
