@@ -8,6 +8,7 @@ Gradients may be stored in other ways (spectral.py); to operators and counters a
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,13 +32,13 @@ class Compact(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @abstractmethod
     def dense(self) -> Tensor:
         """The plain tensor of full size."""
-        raise NotImplementedError
 
+    @abstractmethod
     def changed(self, change: Callable[[Tensor], Tensor]) -> Compact:
         """The gradient whose stored numbers are what ``change`` makes of these."""
-        raise NotImplementedError
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

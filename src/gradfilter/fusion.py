@@ -122,9 +122,9 @@ def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node]) -> Ste
         return Step(last, fused.frozen, (x,), {}, fused)
     kind = fused.activation
     run = None if kind.is_gate else kind.run_
-    run_layer_, norm = (_run_with_norm, None) if fused.norm_trains else (_run_layer, fused.norm)
+    norm, run_fused = (None, _run_with_norm) if fused.norm_trains else (fused.norm, _run_layer)
     followers = Followers(norm, None, run_activation=run, slope=kind.slope)
-    return Step(last, partial(_trained, fused, partial(run_layer_, fused, followers)), (x,), {}, fused)
+    return Step(last, partial(_trained, fused, partial(run_fused, fused, followers)), (x,), {}, fused)
 
 
 def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node]) -> Step:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..geometry import ConvGeometry
 from ..grid import Grid, pixels, pool, regrid
-from ..native import kernel_gradient as native_gradient
-from .exact_conv import Gradients, Want
+from ..native import kernel_gradient
+from .exact_conv import Gradients, Want, stand_in
 from .layout import kernel_rows
 from .taps import tap_matrix, work_axis
 
@@ -35,6 +35,11 @@ class Convolved:
         x_sides, y_sides = (near_sides, far_sides) if geometry.transposed else (far_sides, near_sides)
         self.work_in, self.work_out = Grid.of(geometry.x_shape, x_sides), Grid.of(geometry.y_shape, y_sides)
         self.columns = tuple(a.columns for a in self.axes)
+        sizes = zip(self.axes, self.work_in.coarse_shape[2:], self.work_out.coarse_shape[2:], strict=True)
+        self.native_axes = [
+            kernel_gradient.Axis(size, outputs, a.columns, a.stride, a.padding, a.dilation)
+            for a, size, outputs in sizes
+        ]
         self.pixels_out = prod(a.out_patch for a in self.axes)
         self.matrix = tap_matrix(self.axes)
         self._matrices: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
@@ -58,25 +63,17 @@ class Convolved:
         return Gradients(x_grad, kernel_grad)
 
     def _direct(self, grad: Tensor, x: Tensor | None, kernel: Tensor, want: Want) -> Gradients:
-        if x is None:
-            x = grad.new_empty(self.work_in.coarse_shape)
-        kernel_grad = None
-        axes = self._native_axes()
-        if want.weight and self.geometry.groups == 1 and native_gradient.fits(grad, x, axes):
-            kernel_grad = native_gradient.kernel_gradient(grad, x, axes)
-            want = want._replace(weight=False)
-        if want.x or want.weight:
-            arguments = (None, *self._settings(), [want.x, want.weight, False])
+        x = stand_in(grad, self.work_in.coarse_shape) if x is None else x
+        x_grad = kernel_grad = None
+        native = want.weight and self.geometry.groups == 1 and kernel_gradient.fits(grad, x, self.native_axes)
+        if native:
+            kernel_grad = kernel_gradient.kernel_gradient(grad, x, self.native_axes)
+        by_torch = Want(want.x, want.weight and not native)
+        if any(by_torch):
+            arguments = (None, *self._settings(), [*by_torch, False])
             x_grad, found, _ = aten.convolution_backward(grad, x, kernel, *arguments)
-            kernel_grad = found if want.weight else kernel_grad
-        return Gradients(self._per_pixel(x_grad) if want.x else None, kernel_grad)
-
-    def _native_axes(self) -> tuple[native_gradient.Axis, ...]:
-        sizes = zip(self.axes, self.work_in.coarse_shape[2:], self.work_out.coarse_shape[2:], strict=True)
-        return tuple(
-            native_gradient.Axis(size, outputs, a.columns, a.stride, a.padding, a.dilation)
-            for a, size, outputs in sizes
-        )
+            kernel_grad = kernel_grad if native else found
+        return Gradients(None if x_grad is None else self._per_pixel(x_grad), kernel_grad)
 
     def _per_pixel(self, x_grad: Tensor) -> Tensor:
         share = pixels(self.work_in, x_grad)

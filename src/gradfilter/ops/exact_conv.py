@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..geometry import ConvAxis, ConvGeometry
 
-__all__ = ["Gradients", "Want", "exact_backward", "exact_weight_gradient"]
+__all__ = ["Gradients", "Want", "exact_backward", "exact_weight_gradient", "stand_in"]
 
 
 class Gradients(NamedTuple):
@@ -34,7 +34,7 @@ def exact_backward(
     axes = geometry.axes
     if not 0 < len(axes) < 4:
         return _linear(grad, x, weight, want)
-    source = _stand_in(grad, geometry) if x is None else x
+    source = stand_in(grad, geometry.x_shape) if x is None else x
     padding = [axis.pad for axis in axes]
     ends = [axis.pad_end for axis in axes]
     if padding != ends and not geometry.transposed:
@@ -61,15 +61,15 @@ def exact_backward(
     return Gradients(x_grad, weight_grad)
 
 
-def _stand_in(grad: Tensor, geometry: ConvGeometry) -> Tensor:
+def stand_in(grad: Tensor, shape: Sequence[int]) -> Tensor:
     """In place of an input of which only shape and layout count; its values are never used.
 
     One value, expanded, has the wrong layout for channels-last maps: oneDNN would reorder them.
     """
     channels_last = grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last)
     if grad.device.type == "cpu" and channels_last and not grad.is_contiguous():
-        return torch.empty(geometry.x_shape, dtype=grad.dtype, memory_format=torch.channels_last)
-    return grad.new_empty(1).expand(geometry.x_shape)
+        return torch.empty(shape, dtype=grad.dtype, memory_format=torch.channels_last)
+    return grad.new_empty(1).expand(shape)
 
 
 def exact_weight_gradient(grad: Tensor, x: Tensor, shape: Sequence[int], geometry: ConvGeometry) -> Tensor:
