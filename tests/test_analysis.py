@@ -77,6 +77,32 @@ def test_a_coarser_patch_loses_more_of_a_smooth_gradient(taps: str) -> None:
     assert seen[-1][2] < seen[0][2] == pytest.approx(1)
 
 
+def test_an_adapter_is_seen_as_the_weight_it_folds_into() -> None:
+    """A step along the gradient of ``up`` moves the merged weight by scale^2 G down^T down."""
+    torch.manual_seed(0)
+    model, batch = (
+        nn.Sequential(nn.Linear(24, 6)).double(),
+        (torch.randn(8, 24).double(), torch.arange(8) % 6),
+    )
+    x, y = batch
+    F.cross_entropy(model(x), y).backward()
+    exact = model[0].weight.grad
+    assert exact is not None
+    cosines = []
+    for rank in (1, 4, 16):
+        method = gf.LowRankAdapter(rank, alpha=2.0)
+        down = method.added("0", model[0])["down"]
+        wanted = (2 / rank) ** 2 * exact @ down.t() @ down
+        (row,) = gf.analyze(model, batch, F.cross_entropy, gf.plan(model, method)).rows
+        assert row.weight
+        assert row.weight.cosine == pytest.approx(
+            float(F.cosine_similarity(wanted.flatten(), exact.flatten(), 0))
+        )
+        assert row.weight.norm_ratio == pytest.approx(float(wanted.norm() / exact.norm()))
+        cosines.append(row.weight.cosine)
+    assert 0.1 < cosines[0] < cosines[1] < cosines[2] < 0.99
+
+
 def test_known_numbers() -> None:
     """One 1x1 convolution: the gradient of its output is chosen, so its patch means are known."""
     model = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.Flatten())

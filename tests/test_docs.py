@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+import gradfilter as gf
 from gradfilter import cli
+from gradfilter.methods import METHODS
+from gradfilter.methods.text import method_from
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -52,14 +55,18 @@ def test_links_to_files_lead_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), target
 
 
-@pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "experiments" / "tables.py")
+def experiment(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "experiments" / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return experiment("tables")
 
 
 def test_every_table_has_its_place(tables: ModuleType) -> None:
@@ -73,6 +80,17 @@ def test_tables_say_what_the_records_say(tables: ModuleType) -> None:
         assert tables.filled(text) == text, (
             f"{name(document)} is out of date: run python experiments/tables.py"
         )
+
+
+def test_every_method_has_a_section_with_the_settings_to_measure() -> None:
+    families = experiment("methods").families
+    _, *sections = re.split(r"^## ", (ROOT / "docs" / "methods.md").read_text(), flags=re.MULTILINE)
+    measured = {section.split("\n")[0]: families(section) for section in sections}
+    for kind in METHODS.values():
+        if kind not in (gf.Exact, gf.Frozen):  # the yardstick, and what has no gradient
+            assert measured[kind.__name__]
+            assert all(type(method_from(s)) is kind for settings in measured[kind.__name__] for s in settings)
+    assert not families("## New\n\nSettings: `New(1)`.\n")
 
 
 def test_commands_in_the_documentation_parse() -> None:

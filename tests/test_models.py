@@ -643,6 +643,22 @@ assert not heavy, heavy
     )
 
 
+def test_public_names_wait_for_torch_only_where_they_need_it() -> None:
+    run(
+        """
+import sys, gradfilter
+assert not any(hasattr(gradfilter, name) for name in ("_private", "no_such", "__wrapped__"))
+assert "torch" not in sys.modules
+assert not hasattr(gradfilter, "METHODS")
+names = dir(gradfilter)
+assert {"HOSVD", "Method", "apply_", "models"} <= set(names)
+space = {}
+exec("from gradfilter import *", space)
+assert all(space[name] is getattr(gradfilter, name) for name in names)
+"""
+    )
+
+
 @pytest.mark.usefixtures("vision")
 def test_real_torchvision_in_a_fresh_process_warns_at_most_once() -> None:
     run(

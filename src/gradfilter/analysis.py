@@ -41,8 +41,10 @@ class Comparison:
 class LayerAnalysis:
     """One trained layer; None where there is nothing to compare (no such gradient, or an exact one of zero).
 
-    weight: the weight gradient. output: the gradient that arrives at the layer's output, with the error of
-    all later layers in it. input: the gradient that leaves its input, with the layer's own error added.
+    weight: the weight gradient; that of an adapter is what a step along its gradients does to the weight that
+        it can be merged into.
+    output: the gradient that arrives at the layer's output, with the error of all later layers in it.
+    input: the gradient that leaves the layer's input, with its own error added.
     dc_energy: how much of the energy of the exact output gradient is in its patch means, or in the
         coefficients of a method that keeps more; the rest is lost.
     """
@@ -174,10 +176,24 @@ def _run(model: nn.Module, batch: Any, loss: Loss, plan: Plan, *, exactly: bool)
     devices = {p.device for p in copied.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices), torch.enable_grad():
         torch.autograd.backward(_scalar_loss(copied, batch, loss))
+    methods = {row.name: row.method for row in plan.rows}
     for name, record in records.items():
-        weight = copied.get_submodule(name)._parameters.get("weight")
-        record.weight = None if weight is None else weight.grad
+        method = Exact() if exactly else methods[name]
+        record.weight = _weight_gradient(copied.get_submodule(name), method)
     return dict(sorted(records.items(), key=lambda item: item[1].time))
+
+
+def _weight_gradient(layer: nn.Module, method: Method) -> Tensor | None:
+    """See LayerAnalysis. The layer is not what it was afterwards."""
+    weight = layer._parameters.get("weight")
+    if weight is None or not method.adds_parameters:
+        return None if weight is None else weight.grad
+    with torch.no_grad():
+        weight.zero_()
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name.startswith("gradfilter_") and parameter.grad is not None:
+                parameter.add_(parameter.grad)
+    return method.merged(layer)
 
 
 def _recorded(row: LayerPlan, record: _Record | None, clock: Iterator[int], exactly: bool) -> LayerPlan:

@@ -1,4 +1,4 @@
-"""The methods, one file each. The table below is the only list of them."""
+"""The methods, one file each. What ``__all__`` names is public in gradfilter too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from .walsh import WalshHadamard
 
 __all__ = [
     "HOSVD",
-    "METHODS",
     "SVD",
     "BiasOnly",
     "Exact",
