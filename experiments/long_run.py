@@ -8,6 +8,7 @@ MobileNetV2, last 4 convolutions, patch 2, batch 8, augmented, pictures decoded 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import tempfile
@@ -28,27 +29,31 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 def main() -> None:
     sizes: dict[int, int] = {}
+    held: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
 
         def tell(task: str, step: int, steps: int) -> None:
             progress(task, step, steps)
             if task == "training" and step % 100 == 0:
-                sizes[step] = resident()
+                sizes[step], held[step] = resident(), allocated()
 
         make_pictures(Path(folder, "pictures"))
         settings = {"data": f"{folder}/pictures", "out": f"{folder}/run", "model": "mobilenet_v2"}
         job = prepare(Config(**settings, size=224, batch=8, steps=STEPS), tell=tell, say=progress.say)
         last = job.train().epochs[-1]
-    grown = max(sizes.values()) - sizes[WARM]
+    grown, more_held = (
+        max(size for step, size in seen.items() if step >= WARM) - seen[WARM] for seen in (sizes, held)
+    )
     share = last["waited"] / last["seconds"]
     print(
-        f"{grown / 2**20:+.1f} MiB at most from step {WARM} on; "
+        f"{grown / 2**20:+.1f} MiB at most from step {WARM} on, {more_held / 2**20:+.2f} MiB of it in use; "
         f"waited {100 * share:.1f} % of {last['seconds']:.0f} s"
     )
     record = {
         "environment": environment(),
         "steps": STEPS,
         "resident_bytes": sizes,
+        "allocated_bytes": held,
         "seconds": last["seconds"],
         "waited": last["waited"],
     }
@@ -70,6 +75,20 @@ def make_pictures(folder: Path) -> None:
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2: what was mapped stands at 4, what is in use of the rest at 7."""
+
+    _fields_ = (("counts", ctypes.c_size_t * 10),)
+
+
+def allocated() -> int:
+    """The bytes in use among those that the C library has from the system."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Mallinfo
+    counts = library.mallinfo2().counts
+    return int(counts[4] + counts[7])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -126,6 +127,35 @@ def test_memory_stays_flat(leaks: bool) -> None:
     command = [sys.executable, "-W", "ignore", "-c", LONG, str(leaks)]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     assert (int(done.stdout) > 8 * 2**20) == leaks
+
+
+FREED = """
+import os
+from pathlib import Path
+import torch
+from gradfilter.allocator import give_back_freed_memory, keep_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+told = keep_freed_memory()
+full = [torch.ones(2**18) for _ in range(64)]
+first, last = full[0], full[-1]  # memory between two that stay is given back too
+del full
+before = resident()
+give_back_freed_memory()
+print(told, before - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+def test_memory_is_kept_until_it_is_given_back() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    command = [sys.executable, "-W", "ignore", "-c", FREED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    told, freed = done.stdout.split()
+    assert told == "True"
+    assert int(freed) > 56 * 2**20
 
 
 def test_a_resumed_training_without_the_optimizers_state_is_another_one(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ..allocator import give_back_freed_memory
 from ..cache import FeatureCache
 from ..errors import GradFilterError
 from ..progress import Tell, silent
@@ -141,6 +142,7 @@ class Training:
                         stop_asked.stop()
                 self._end_epoch()
                 self.save()
+                give_back_freed_memory()
                 written = time.monotonic()
                 if self.step < self.steps:
                     stop_asked.stop()
