@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gradfilter as gf
 from gradfilter.ops import fused
+from gradfilter.ops.inverted_residual import InvertedResidual
 
 FILTER = gf.GradientFilter(patch=2)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -536,3 +537,49 @@ def test_identities_hide_nothing_but_what_they_do_counts() -> None:
     x = torch.randn(2, 3, 8, 8)
     wanted = model(x)
     assert relative(gf.accelerate_(model)(x), wanted) < TOLERANCE[torch.float32]
+
+
+def test_weights_are_packed_once_for_all_ways_to_call() -> None:
+    """Training and testing, and layers that thaw: frozen weights are not held once for each."""
+    model = gf.accelerate_(gf.apply_(gf.models.build("mcunet-5fps"), FILTER, "last:2"))
+    x = torch.randn(1, 3, 64, 64)
+    for training in (False, True):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            model(x)
+    ways = model.__dict__["gradfilter_program"]._ready.values()
+    assert len(ways) == 2
+    first, second = ([step.run for step in way.prefix if not isinstance(step.run, nn.Module)] for way in ways)
+    blocks = [run for run in first if isinstance(run, InvertedResidual)]
+    assert len(blocks) > 10
+    assert all(any(run is other for other in second) for run in blocks[:-2])
+
+
+def test_the_signature_tells_what_a_description_leaves_out() -> None:
+    def signature(aligned: bool) -> str:
+        grown = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=aligned)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), grown, nn.Conv2d(4, 4, 3))
+        return gf.split(gf.apply_(model, FILTER, "last:1")).signature
+
+    assert signature(True) == signature(True) != signature(False)
+
+
+def test_a_plan_for_an_accelerated_model_is_refused() -> None:
+    model = gf.accelerate_(MODELS["tiny"]())
+    with pytest.raises(
+        gf.GradFilterError, match=r"The model is accelerated; call gf.restore_\(model\), apply"
+    ):
+        gf.apply_(model, FILTER, "last:1")
+    assert "gradfilter_program" in model.__dict__
+
+
+def test_a_test_through_the_tail_leaves_what_methods_remember() -> None:
+    model = gf.accelerate_(gf.apply_(MODELS["tiny"](), gf.SubspaceIteration(rank=2), "last:2"))
+    parts, x = gf.split(model), torch.randn(4, 3, 32, 32)
+    parts.tail(parts.prefix(x)).sum().backward()
+    before = {name: value.clone() for name, value in gf.method_state(model).items()}
+    assert before
+    with torch.no_grad():
+        parts.tail(parts.prefix(torch.randn(4, 3, 32, 32)))
+    after = gf.method_state(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())

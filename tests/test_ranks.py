@@ -151,3 +151,20 @@ def test_a_layer_without_gradient_is_named() -> None:
 
     with pytest.raises(gf.GradFilterError, match=r"No weight gradient reached layer parts\.idle"):
         gf.choose_ranks(Net(), torch.randn(2, 3, 9, 9), lambda y: y.sum(), "all", 10**6)
+
+
+def test_what_a_loader_gives_is_a_pair() -> None:
+    model, batches = problem()
+    as_list = gf.choose_ranks(model, list(batches[0]), F.cross_entropy, "last:2", 10**6)
+    assert as_list == gf.choose_ranks(model, batches[0], F.cross_entropy, "last:2", 10**6)
+
+
+def test_layers_that_only_pass_gradients_need_no_ranks() -> None:
+    model, batches = problem()
+    names = [row.name for row in gf.plan(model, gf.Exact(), "last:3").rows if row.action == "train"]
+    found = gf.choose_ranks(model, batches, F.cross_entropy, names[0], 10**6)
+    assert list(found) == [names[0], "head"]
+    plan = gf.plan(model, gf.SubspaceIteration(found), names[0], example=batches[0][0])
+    assert {row.name: row.method for row in plan.rows if row.action == "pass"}[names[1]] == gf.Exact()
+    with pytest.raises(gf.GradFilterError, match="no pattern that matches layer"):
+        gf.plan(model, gf.SubspaceIteration(found), "last:3")

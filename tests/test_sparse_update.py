@@ -159,3 +159,11 @@ def test_the_criterion_is_checked() -> None:
         gf.GradFilterError, match="criterion must be 'magnitude' or 'random' or 'last', not 'best'"
     ):
         gf.SparseUpdate(criterion="best")  # type: ignore[arg-type]
+
+
+def test_a_state_without_the_choice_is_refused() -> None:
+    layer = applied(nn.Linear(8, 2), gf.SparseUpdate(2))
+    before = chosen(layer)
+    with pytest.raises(gf.GradFilterError, match="it lacks channels of layer"):
+        gf.load_method_state_(layer, {})
+    assert chosen(layer) == before

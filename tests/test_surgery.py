@@ -21,6 +21,7 @@ from gradfilter import methods
 from gradfilter.coarse import densify
 from gradfilter.errors import PlanError
 from gradfilter.geometry import ConvGeometry
+from gradfilter.grid import pool
 from gradfilter.ops.exact_conv import Gradients, Want, exact_backward
 
 FILTER = gf.GradientFilter(patch=2)
@@ -1127,3 +1128,51 @@ def test_plans_print_without_costs() -> None:
         "fc                   Linear  train   Exact()                                 "
         "plain features have no map"
     )
+
+
+@pytest.mark.parametrize("method", [gf.HOSVD, gf.SVD, gf.SparseUpdate, gf.WalshHadamard])
+def test_a_store_that_is_none_is_refused(method: Any) -> None:
+    with pytest.raises(gf.GradFilterError, match="store must be 'same' or 'bf16' or 'int8', not None"):
+        gf.plan(gf.models.build("tiny"), method(store=None))
+
+
+def test_numpys_word_for_keepdim_is_known() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.conv(x).mean((2, 3), keepdims=True))
+
+    torch.manual_seed(0)
+    model, x = Pooled(), torch.randn(2, 3, 8, 8)
+    wanted = model(x)
+    gf.apply_(model, gf.GradientFilter(2))
+    assert torch.equal(model(x), wanted)
+    model(x).sum().backward()
+
+
+def test_means_are_taken_once_behind_an_activation_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep that counts open pixels has them; the layer that reads the map must not pool it again."""
+    from gradfilter.native.inverted_residual import is_built
+    from gradfilter.ops import means
+
+    if not is_built():
+        pytest.skip("needs the native passes")
+
+    class Sum(nn.Module):
+        def __init__(self, inplace: bool) -> None:
+            super().__init__()
+            self.one, self.two, self.last = (nn.Conv2d(4, 4, 1) for _ in range(3))
+            self.relu = nn.ReLU(inplace)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.relu(self.one(x) + self.two(x)))
+
+    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    pooled = []
+    monkeypatch.setattr(means, "pool", lambda *given: pooled.append(1) or pool(*given))
+    for inplace in (False, True):
+        gf.apply_(Sum(inplace), gf.GradientFilter(2))(x)
+    assert len(pooled) == 4  # x, twice each time, and nothing else

@@ -564,3 +564,11 @@ def test_inverted_blocks_exchange_coefficients_at_every_join() -> None:
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     for plain, fused in zip(*found, strict=True):
         assert torch.allclose(plain, fused, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("tokens", [196, (14,), (14, 0), "14x14"])
+@pytest.mark.parametrize("method", [gf.GradientFilter, gf.WalshHadamard])
+def test_tokens_that_are_no_map_are_refused(method: Any, tokens: Any) -> None:
+    with pytest.raises(gf.GradFilterError, match="tokens must be the height and width of a map"):
+        method(tokens=tokens)
+    assert hash(method(tokens=[14, 14])) == hash(method(tokens=(14, 14)))

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from .errors import GradFilterError, nearest
 from .feature_reader import Reader, kind_of, length_of, number_of, sample_of
 from .feature_store import STORES, DiskRows, MemoryRows, RowLayout, Rows, RowsFull, digest
+from .loading import read
 from .plans import format_bytes
 from .progress import Tell, silent
 
@@ -52,7 +53,8 @@ class FeatureCache(Dataset[tuple[Features, Any]]):
         store: "float32" keeps what the frozen layers gave; "float16", "bfloat16" and "int8", with a scale per
             image and channel, are smaller.
         folder: where to keep the features; in memory if not said. What a folder has is used again if the same
-            frozen layers made it of the same images; features of others are computed and added.
+            frozen layers made it of the same images; features of others are computed and added. One folder
+            per data set: of features that a data set does not have, only as many stay as it has itself.
         budget: the most bytes to use; if not said, half of the memory, or what is free on the disk.
         views: how often each image is read, for data sets that augment at random. Every view is drawn from
             random numbers of its own, always the same; ``set_epoch`` decides which one is given.
@@ -313,7 +315,7 @@ def _fill(
     labels: list[Any] = []
     new: dict[bytes, Tensor] = {}
     kind, total = "", len(cast(Sized, loader.dataset))
-    for step, items in enumerate(loader, start=1):
+    for step, items in enumerate(read(loader), start=1):
         tell("features", step, len(loader))
         for item, name in items:
             image, label = sample_of(item, index := len(digests) // views)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Sized
 from hashlib import blake2b
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from .errors import GradFilterError
 from .feature_store import digest
+from .seeding import seeded
 
 __all__ = ["Reader", "kind_of", "length_of", "number_of", "sample_of"]
 
@@ -30,7 +27,7 @@ class Reader(Dataset[tuple[Any, bytes]]):
 
     def __getitem__(self, place: int) -> tuple[Any, bytes]:
         index, view = divmod(place, self._views)
-        with _seeded(number_of(index, view)):
+        with seeded(number_of(index, view)):
             item = self._dataset[index]
         if not _is_sample(item):
             return item, b""  # the caller says so; from a worker it would be a traceback
@@ -51,25 +48,6 @@ def sample_of(item: Any, index: int) -> tuple[Tensor, Any]:
         f"Item {index} of the data set is a {seen}; a cache needs (image, label) with the image a tensor, "
         "as a transform such as torchvision's ToTensor makes it."
     )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """The random numbers of torch, random and, where it is in use, numpy, put back afterwards."""
-    numpy = sys.modules.get("numpy")
-    kept = torch.default_generator.get_state(), random.getstate()
-    arrays = None if numpy is None else numpy.random.get_state()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(kept[0])
-        random.setstate(kept[1])
-        if numpy is not None:
-            numpy.random.set_state(arrays)
 
 
 def number_of(*parts: int) -> int:

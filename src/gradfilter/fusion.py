@@ -24,9 +24,10 @@ from .ops.fused import NONE, FusedConv, with_norm
 from .ops.inverted_residual import InvertedResidual
 from .ops.layer import Call, Followers, run_layer
 
-__all__ = ["Step", "Values", "describe", "make_steps", "run_steps"]
+__all__ = ["Known", "Step", "Values", "describe", "make_steps", "run_steps"]
 
 Values = dict[Node, Any]
+Known = dict[Any, Any]  # fused layers, by the modules they are made of
 
 
 @dataclass
@@ -48,11 +49,12 @@ class Step:
 
 
 def make_steps(
-    graph: Graph, modules: dict[str, Any], frozen: set[Node], apart: AbstractSet[Node] = frozenset()
+    graph: Graph, modules: dict[str, Any], frozen: set[Node], apart: AbstractSet[Node], known: Known
 ) -> list[Step]:
     """What to do, in order; the nodes in ``frozen`` need no gradient, and come first.
 
-    Those of them in ``apart`` come before the others, run with none of the others, and not in blocks.
+    apart: those of them that come before the others, run with none of the others, and not in blocks.
+    known: the fused layers of other ways to call the same modules, whose packed weights are used here too.
     """
     chains = find_chains(graph, modules, frozen, apart)
     blocks = {block.project.starts: block for block in find_blocks(chains, modules, frozen - apart)}
@@ -62,9 +64,9 @@ def make_steps(
     made: dict[Node, Step] = {}
     for node in graph.nodes:
         if node in blocks:
-            step = _block_step(blocks[node], modules, frozen)
+            step = _block_step(blocks[node], modules, frozen, known)
         elif node in starts:
-            step = _fused_step(starts[node], modules, frozen)
+            step = _fused_step(starts[node], modules, frozen, known)
         elif node in inside or node.op in ("placeholder", "output"):
             continue
         else:
@@ -110,9 +112,10 @@ def describe(
     return made
 
 
-def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node]) -> Step:
+def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node], known: Known) -> Step:
+    conv, kind = modules[chain.conv.target], chain.kind  # type: ignore[index]
     norm = None if chain.norm is None else modules[chain.norm.target]  # type: ignore[index]
-    fused = FusedConv(modules[chain.conv.target], norm, chain.kind)  # type: ignore[index]
+    fused = _known_or_new(known, (conv, norm, kind.name, kind.numbers), lambda: FusedConv(conv, norm, kind))
     last, x = chain.nodes[-1], chain.conv.args[0]
     if chain.add is not None:
         summed = chain.norm or chain.conv
@@ -120,19 +123,25 @@ def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node]) -> Ste
         return Step(last, partial(_frozen_sum, fused), (x, other), {}, fused)
     if chain.conv in frozen:
         return Step(last, fused.frozen, (x,), {}, fused)
-    kind = fused.activation
     run = None if kind.is_gate else kind.run_
     norm, run_fused = (None, _run_with_norm) if fused.norm_trains else (fused.norm, _run_layer)
     followers = Followers(norm, None, run_activation=run, slope=kind.slope)
     return Step(last, partial(_trained, fused, partial(run_fused, fused, followers)), (x,), {}, fused)
 
 
-def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node]) -> Step:
-    steps = {role: _fused_step(chain, modules, frozen) for role, chain in block.chains.items()}
+def _known_or_new(known: Known, key: Any, make: Callable[[], Any]) -> Any:
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node], known: Known) -> Step:
+    steps = {role: _fused_step(chain, modules, frozen, known) for role, chain in block.chains.items()}
     stages: dict[str, Any] = {role: step.fused for role, step in steps.items()}
     first, *_, last = steps.values()
     one_by_one = partial(_one_by_one, [step.run for step in steps.values()])
-    run = InvertedResidual(stages.get("expand"), stages["depthwise"], stages["project"], one_by_one)
+    parts = (stages.get("expand"), stages["depthwise"], stages["project"])
+    run = _known_or_new(known, parts, lambda: InvertedResidual(*parts, one_by_one))
     return Step(last.node, run, (*first.args, *last.args[1:]), {})
 
 
@@ -154,7 +163,8 @@ def _trained(fused: FusedConv, run: Callable[[Tensor], Tensor], x: Tensor) -> Te
     """As one autograd node, with the layer's method."""
     conv: Any = fused.conv
     with torch._C.DisableTorchFunction():  # the region has no part in what happens inside
-        if not any(t is not None and t.requires_grad for t in (x, conv.weight, conv.bias)):
+        wanted = any(t is not None and t.requires_grad for t in (x, conv.weight, conv.bias))
+        if not (wanted and torch.is_grad_enabled()):  # a test leaves alone what a method remembers
             return fused.frozen(x)
         if x.dim() == 4:
             return run(x)

@@ -22,7 +22,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .allocator import keep_freed_memory
 from .errors import GradFilterError
-from .fusion import Step, Values, describe, make_steps, run_steps
+from .fusion import Known, Step, Values, describe, make_steps, run_steps
 from .graphs import frozen_nodes, prefix_nodes, trace_module, why_untraceable
 from .int8_prefix import Calibration, FeatureChange, Int8Prefix, check_serves
 from .modules import RegionModule, region_class
@@ -202,13 +202,24 @@ class Ready:
         return owned + loose
 
     def signature(self) -> str:
-        lines = [f"{node.format_node()} {module}" for node, module in self._owners()]
+        lines = [f"{node.format_node()} {module} {_settings(module)}" for node, module in self._owners()]
         lines += self.calibration.signature() if self.calibration else []
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def _owners(self) -> list[tuple[Node, Any]]:
         """The frozen nodes, each with the module it calls, if any."""
         return [(n, self.modules[str(n.target)] if n.op == "call_module" else None) for n in self.frozen]
+
+
+def _settings(module: nn.Module | None) -> dict[str, Any]:
+    """What a module was made with: its own description may leave some of it out."""
+    plain = (bool, int, float, str, tuple, type(None))
+    entries = {} if module is None else vars(module)
+    return {
+        name: value
+        for name, value in sorted(entries.items())
+        if name != "training" and not name.startswith(("_", "gradfilter_")) and isinstance(value, plain)
+    }
 
 
 def _filled(value: Any, values: Values) -> Any:
@@ -238,6 +249,7 @@ class Program:
     def __init__(self, calls: int = 0) -> None:
         self.calibration = Calibration(calls) if calls else None
         self._ready: dict[Any, Ready] = {}
+        self._fused: Known = {}
         self._owner: weakref.ref[nn.Module] | None = None
         self._modules: list[nn.Module] = []
         self._parameters: list[dict[str, Any]] = []
@@ -273,7 +285,7 @@ class Program:
         )
         ready = self._ready.get(key)
         if ready is None:
-            ready = self._ready[key] = _make_ready(module, args, self.calibration)
+            ready = self._ready[key] = _make_ready(module, args, self.calibration, self._fused)
         return ready if len(ready.inputs) == len(args) else None
 
 
@@ -283,14 +295,16 @@ def _hooks(modules: list[nn.Module]) -> list[Any]:
     return [module.__dict__[name] for module in modules for name in names]
 
 
-def _make_ready(module: nn.Module, args: tuple[Any, ...], calibration: Calibration | None) -> Ready:
+def _make_ready(
+    module: nn.Module, args: tuple[Any, ...], calibration: Calibration | None, known: Known
+) -> Ready:
     graph = trace_module(module)
     modules: dict[str, Any] = dict(module.named_modules())
     given = [node for node in graph.nodes if node.op == "placeholder"]
     moving = {n for n, a in zip(given, args, strict=False) if torch.is_grad_enabled() and a.requires_grad}
     frozen = frozen_nodes(graph, modules, moving)
     apart = frozen & prefix_nodes(graph, modules) if calibration else set()
-    steps = make_steps(graph, modules, frozen, apart)
+    steps = make_steps(graph, modules, frozen, apart, known)
     prefix = [step for step in steps if step.node in (apart if calibration else frozen)]
     ordered = [node for node in graph.nodes if node in frozen]
     return Ready(graph, modules, ordered, prefix, steps[len(prefix) :], calibration)

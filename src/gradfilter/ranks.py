@@ -59,12 +59,21 @@ def choose_ranks(
     levels = (*variances, 1.0)
     if not all(0 < v <= 1 for v in levels):
         raise PlanError(f"variances must be above 0 and at most 1, not {tuple(variances)}.")
-    batches = batch if isinstance(batch, list) else [batch]
+    batches = [batch] if not isinstance(batch, list) else [tuple(batch)] if _is_pair(batch) else batch
     if not batches:
         raise PlanError("choose_ranks needs at least one batch; give inputs, or a pair (inputs, targets).")
     trials = _tried(model, batches, loss, layers, levels)
     options = {name: _options(found, len(levels)) for name, found in trials.items()}
     return {name: option.ranks for name, option in _cheapest(options, budget).items()}
+
+
+def _is_pair(batch: list[Any]) -> bool:
+    """Whether a list is inputs and targets, as a DataLoader gives them, and not two batches of inputs."""
+    return (
+        len(batch) == 2
+        and all(isinstance(part, Tensor) for part in batch)
+        and (batch[0].dtype, batch[0].dim()) != (batch[1].dtype, batch[1].dim())
+    )
 
 
 class _Option(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -40,8 +41,23 @@ def load_method_state_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"The method state is for another plan: layer {layer} has no method here."
                 f"{nearest(layer, list(memories))}"
             )
+    for name, module in model.named_modules():
+        if name in memories:
+            _check_complete(name, module, state)
     for memory in memories.values():
         memory.clear()
     for path, value in state.items():
         layer, _, key = path.rpartition(":")
         memories[layer][key] = value.clone()
+
+
+def _check_complete(name: str, module: Any, state: Mapping[str, Tensor]) -> None:
+    """What a method chose when it was applied must be in the state, or it would forget its choice."""
+    chosen: dict[str, Tensor] = {}
+    module.gradfilter_method.prepare(name, module, chosen)
+    for key in chosen:
+        if f"{name}:{key}" not in state:
+            raise GradFilterError(
+                f"The method state is for another plan: it lacks {key} of layer {name}, which "
+                f"{type(module.gradfilter_method).__name__} needs."
+            )

@@ -27,6 +27,7 @@ from .modules import (
     region_class,
     role_of,
 )
+from .ops.blocks import Blocks
 from .ops.storage import STORES
 from .plans import DOES_NOT_RUN, Action, LayerPlan, NormPolicy, Plan
 from .selection import Layer, Layers, layers_of, select
@@ -143,7 +144,7 @@ def _check(model: nn.Module, method: Methods, norm: str) -> None:
     for own in method.values() if isinstance(method, Mapping) and method else [method]:
         if not isinstance(own, Method):
             raise PlanError(f"A plan needs a method such as gf.GradientFilter(patch=2), not {own!r}.")
-        if isinstance(own.store, str) and own.store not in STORES:
+        if not isinstance(own.store, Blocks) and own.store not in STORES:
             raise PlanError(f"store must be {' or '.join(map(repr, STORES))}, not {own.store!r}.")
     if norm not in ("fixed", "affine", "batch"):
         raise PlanError(f"norm must be 'fixed', 'affine' or 'batch', not {norm!r}.")
@@ -168,10 +169,20 @@ def _row(layer: Layer, method: Method, chosen: bool, reached: bool) -> LayerPlan
         return LayerPlan(layer.name, kind, "frozen", Exact())
     action: Action = "train" if chosen else "pass"
     geometries = _geometries(layer)
-    own = method if any(map(method.refuses, geometries)) else method.for_layer(layer.name)
+    own = method if any(map(method.refuses, geometries)) else _of_layer(method, layer.name, chosen)
     reason = next(filter(None, map(own.refuses, geometries)), "") or (_misfits(layer, own) if chosen else "")
     stays_exact = reason or (own.adds_parameters and not chosen)
     return LayerPlan(layer.name, kind, action, Exact() if stays_exact else own, reason)
+
+
+def _of_layer(method: Method, name: str, chosen: bool) -> Method:
+    """As it is set for this layer; one that only passes gradients on, and has no setting, is exact."""
+    try:
+        return method.for_layer(name)
+    except PlanError:
+        if chosen:
+            raise
+        return Exact()
 
 
 def _misfits(layer: Layer, method: Method) -> str:
@@ -227,6 +238,8 @@ def apply_plan(model: Model, plan: Plan) -> Model:
     """Change the model as planned, or raise and leave it as it was."""
     modules = dict(model.named_modules())
     _check_unchanged(model)
+    if any("gradfilter_program" in module.__dict__ for module in modules.values()):
+        raise PlanError("The model is accelerated; call gf.restore_(model), apply, and accelerate it again.")
     _check_same_model(modules, plan)
     _check_changeable(modules)
     trained = trained_parameters(model, plan)

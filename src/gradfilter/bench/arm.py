@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -38,7 +38,7 @@ from .baseline import train_plainly_
 from .environment import available_memory, device_named, wait_for
 from .timing import seconds
 
-__all__ = ["CLIP", "Arm", "Case", "Settings", "Times", "facts"]
+__all__ = ["CLIP", "Arm", "Case", "Settings", "Times", "facts", "method_in"]
 
 CLIP = 2.0
 WARM, TIMED = 0.1, 0.2  # seconds of untimed and of timed steps per turn, one step at least
@@ -84,6 +84,12 @@ class Settings:
         )
 
 
+def method_in(settings: Mapping[str, Any]) -> str:
+    """What the filtered arms of a record do, in words."""
+    named: str = settings.get("method", "")
+    return named or f"patch {settings['patch']} ({settings['taps']})"
+
+
 class Case:
     """What all arms share: the model, the batch and the plans."""
 
@@ -115,12 +121,13 @@ class Case:
 
     def check_memory(self, arms: Sequence[str]) -> None:
         """Refuse what cannot fit: a step has the kept bytes at once, beside the batch and a model per arm."""
+        kept = {arm: 0 if "inference" in arm else self.plan(arm.partition("+")[0]).kept[1] for arm in arms}
         free = available_memory()
         if free is None or self.device.type != "cpu":
             return
         held = sum(p.nbytes for p in self.model.parameters()) * len(arms) + self._example.nbytes
         for arm in arms:
-            needed = held + (0 if "inference" in arm else self.plan(arm.partition("+")[0]).kept[1])
+            needed = held + kept[arm]
             if needed > free:
                 sizes = f" (it needs at least {format_bytes(needed)}, and {format_bytes(free)} are free)"
                 raise self.settings.too_large(arm, sizes)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import GradFilterError
 from ..plans import format_bytes
+from .arm import method_in
 from .environment import conditions
 
 __all__ = ["bars", "check_matplotlib", "step_chart"]
@@ -43,7 +44,7 @@ def step_chart(record: dict[str, Any]) -> bytes:
     axes[0].invert_yaxis()
     s = record["settings"]
     figure.suptitle(
-        f"{s['model']}, layers {s['layers']}, patch {s['patch']} ({s['taps']}), batch {s['batch']}, "
+        f"{s['model']}, layers {s['layers']}, {method_in(s)}, batch {s['batch']}, "
         f"{s['size']} px, {s['dtype']}, {s['device']}",
         fontweight="bold",
     )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ..errors import GradFilterError, nearest
 from ..plans import format_bytes, format_count
 from ..progress import Tell, silent
-from .arm import Case, Settings, Times, facts
+from .arm import Case, Settings, Times, facts, method_in
 from .energy import Meter, energy_of, find_meter
 from .environment import environment
 from .layers import WARMUP
@@ -133,7 +133,7 @@ def _summary(times: dict[str, list[Times]], name: str) -> dict[str, Any]:
 def lines(record: dict[str, Any]) -> list[list[str]]:
     """The table, one line per arm."""
     s = record["settings"]
-    title = f"{s['model']}, {s['layers']}, batch {s['batch']}, {s['size']} px"
+    title = f"{s['model']}, {s['layers']}, {method_in(s)}, batch {s['batch']}, {s['size']} px"
     made = [[title, "step", "forward", "backward", "optimizer", "kept", "peak"]]
     made[0] += ["forward MACs", "backward MACs", *(f"of {base}" for base in BASELINES), "energy"]
     for row in record["arms"]:

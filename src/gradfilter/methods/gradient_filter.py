@@ -19,7 +19,7 @@ from ..ops.fused import is_pointwise
 from ..ops.means import patch_means
 from ..ops.storage import STORES, Store
 from .base import Memory, Method
-from .settings import ByLayer, check_choice, check_patch, frozen, of_layer, values_of
+from .settings import ByLayer, check_choice, check_patch, check_tokens, frozen, of_layer, values_of
 
 __all__ = ["GradientFilter"]
 
@@ -56,8 +56,9 @@ class GradientFilter(Method):
     store: Store = "same"
 
     def __post_init__(self) -> None:
-        for name in BY_LAYER:
+        for name in (*BY_LAYER, "tokens"):
             object.__setattr__(self, name, frozen(getattr(self, name)))
+        check_tokens(self.tokens)
         for name in ("patch", "weight_patch"):
             for patch in values_of(getattr(self, name)):
                 if patch is not None or name == "patch":

@@ -24,8 +24,9 @@ __all__ = ["LowRankAdapter"]
 class LowRankAdapter(Method):
     """Train ``up(down(x)) * alpha / rank`` beside a layer that stays as it is.
 
-    rank: channels between the two, of each group. ``down`` is a layer like the adapted one, ``up`` a 1x1
-        convolution that starts as zero, so that the first forward is the plain one, bit by bit.
+    rank: channels between the two, of each group; no more than the group's weight can have as its rank.
+        ``down`` is a layer like the adapted one, ``up`` a 1x1 convolution that starts as zero, so that the
+        first forward is the plain one, bit by bit.
     alpha: the strength of the adapter; the rank if not said.
 
     The two train as ``gradfilter_down`` and ``gradfilter_up`` of the layer; ``gf.merge_`` folds them into its
@@ -56,13 +57,19 @@ class LowRankAdapter(Method):
     def added(self, name: str, module: Any) -> dict[str, Tensor]:
         weight, groups = module.weight, getattr(module, "groups", 1)
         first, second, *taps = weight.shape
-        outputs = second * groups if _is_transposed(module) else first
-        shape = (first, self.rank, *taps) if _is_transposed(module) else (groups * self.rank, second, *taps)
-        reads = prod(shape) // (groups * self.rank)
+        transposed = _is_transposed(module)
+        inputs, outputs = (first // groups, second) if transposed else (second, first // groups)
+        rank = self._rank(inputs * prod(taps), outputs)
+        shape = (first, rank, *taps) if transposed else (groups * rank, second, *taps)
+        reads = prod(shape) // (groups * rank)
         own = torch.Generator().manual_seed(crc32(name.encode()))  # the same at every start
         down = torch.randn(shape, generator=own) / sqrt(max(1, reads))
-        up = weight.new_zeros(outputs, self.rank, *[1] * len(taps))
+        up = weight.new_zeros(groups * outputs, rank, *[1] * len(taps))
         return {"down": down.to(weight), "up": up}
+
+    def _rank(self, reads: int, outputs: int) -> int:
+        """Of a matrix of so many columns and rows."""
+        return min(self.rank, max(1, reads), max(1, outputs))
 
     def adapt(self, y: Tensor, x: Tensor, run: Callable[..., Tensor], module: Any) -> Tensor:
         down, up = module.gradfilter_down, module.gradfilter_up
@@ -82,14 +89,17 @@ class LowRankAdapter(Method):
         return merged.to(weight)
 
     def forward_macs(self, geometry: ConvGeometry) -> int:
-        return geometry.macs + self._down_macs(geometry) + prod(geometry.y_shape) * self.rank
+        return geometry.macs + sum(self._macs(geometry))
 
     def backward_macs(self, geometry: ConvGeometry, want: Want) -> int:
-        down, up = self._down_macs(geometry), prod(geometry.y_shape) * self.rank
+        down, up = self._macs(geometry)
         return want.x * (geometry.macs + down) + want.weight * geometry.macs + down + 2 * up
 
-    def _down_macs(self, geometry: ConvGeometry) -> int:
-        return geometry.macs // (geometry.y_shape[1] // geometry.groups) * self.rank
+    def _macs(self, geometry: ConvGeometry) -> tuple[int, int]:
+        """Those of ``down`` and ``up``."""
+        inputs, outputs = (shape[1] // geometry.groups for shape in (geometry.x_shape, geometry.y_shape))
+        rank = self._rank(inputs * geometry.taps, outputs)
+        return geometry.macs // outputs * rank, prod(geometry.y_shape) * rank
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -8,7 +8,16 @@ from typing import Any
 
 from ..errors import PlanError
 
-__all__ = ["ByLayer", "check_choice", "check_patch", "check_variance", "frozen", "of_layer", "values_of"]
+__all__ = [
+    "ByLayer",
+    "check_choice",
+    "check_patch",
+    "check_tokens",
+    "check_variance",
+    "frozen",
+    "of_layer",
+    "values_of",
+]
 
 
 class ByLayer(dict[str, Any]):
@@ -49,6 +58,15 @@ def check_patch(name: str, patch: object) -> None:
     sides = patch if isinstance(patch, tuple) else (patch,)
     if not sides or not all(isinstance(side, int) and side >= 1 for side in sides):
         raise PlanError(f"{name} must be whole numbers of at least 1, not {patch!r}; 2 or 4 are usual.")
+
+
+def check_tokens(tokens: object) -> None:
+    if tokens is not None and not (
+        isinstance(tokens, tuple)
+        and len(tokens) == 2
+        and all(type(side) is int and side >= 1 for side in tokens)
+    ):
+        raise PlanError(f"tokens must be the height and width of a map, such as (14, 14), not {tokens!r}.")
 
 
 def check_variance(variance: float) -> None:

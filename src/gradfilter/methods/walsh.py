@@ -17,7 +17,7 @@ from ..ops.storage import Store
 from ..ops.walsh import Basis
 from ..spectral import SpectralGradient
 from .base import Memory, Method
-from .settings import frozen
+from .settings import check_tokens, frozen
 
 __all__ = ["WalshHadamard"]
 
@@ -53,6 +53,7 @@ class WalshHadamard(Method):
             raise PlanError(
                 f"patch must be powers of two, not {self.patch!r}; use 4 or 8, or GradientFilter for others."
             )
+        check_tokens(self.tokens)
         if not _is_whole(self.order, 1):
             raise PlanError(f"order must be a whole number of at least 1, not {self.order!r}; 3 is usual.")
         if not _is_whole(self.extra_tokens, 0) or (self.extra_tokens and self.tokens is None):

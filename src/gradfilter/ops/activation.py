@@ -137,7 +137,12 @@ def activate(x: Tensor, function: Callable[[Tensor], Tensor], kind: SlopeKind, i
     if not kind.fits(grid):
         return function(x)
     term = gated_term(x, grid) if isinstance(kind, Gate) and kind.shuts(grid) else None
+    before = getattr(x, "gradfilter_means", None)
     result: Tensor = _Activation.apply(x, function, kind, inplace, grid, term)
+    found = getattr(result, "gradfilter_means", None)
+    if inplace and found is not before and found is not None:
+        # autograd has counted the change once more since the means were taken
+        result.gradfilter_means = (result._version, found[1])  # type: ignore[attr-defined]
     return result
 
 
