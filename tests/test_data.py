@@ -782,3 +782,20 @@ def test_archives_have_checksums_and_secure_names() -> None:
             algorithm, _, digits = archive.checksum.partition(":")
             assert len(digits) == {"md5": 32, "sha256": 64}[algorithm]
             assert archive.name
+
+
+def test_parts_are_known_in_capitals_and_by_what_is_in_them(tmp_path: Path) -> None:
+    put_classes(tmp_path / "a" / "Train", 4)
+    put_classes(tmp_path / "a" / "TEST", 2)
+    data = gf.open_data(tmp_path / "a")
+    assert (data.classes, len(data.train), len(data.test)) == (("cat", "dog", "owl"), 12, 6)
+    here = tmp_path / "b"
+    put_classes(here / "train", 4)
+    put_picture(here / "test" / "unlabelled.png")
+    assert refusal(here) == (
+        f"{here}/train has class folders, but {here} lacks the other part: it needs train and one of "
+        "test, val, valid, validation, each with a folder per class. "
+        f"Or give {here}/train: part of it is then held out."
+    )
+    put_classes(here / "val", 2)
+    assert len(gf.open_data(here).test) == 6

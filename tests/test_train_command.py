@@ -557,3 +557,131 @@ def test_killed_at_random_moments_and_resumed_gives_the_same_bits(tmp_path: Path
     for folder in killed:
         assert_same(weights(tmp_path / "whole"), weights(folder))
         assert_same(weights(tmp_path / "whole", "best"), weights(folder, "best"))
+
+
+def test_masks_that_somebody_drew_are_never_written_over(
+    masked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    options = ["--model", "smp:Unet/resnet18", "--layers", "last:1", "--size", "32", "--steps", "1"]
+    assert train(out, "--data", masked, *options) == 0
+    drawn = {file: file.read_bytes() for file in (masked / "masks").iterdir()}
+    assert run("predict", out, masked / "images", "--out", masked / "masks") == 2
+    assert "is there already; give a folder without masks of these pictures" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in (masked / "masks").iterdir()} == drawn
+    for _ in range(2):  # those in the run are its own
+        assert run("predict", out, masked / "images") == 0
+    assert len(list((out / "masks").glob("*.png"))) == 12
+
+
+def test_a_kill_before_the_first_checkpoint_leaves_every_epoch_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradfilter.training.loop import Training
+
+    class KillError(Exception):
+        pass
+
+    def killed(self: Training) -> None:
+        raise KillError
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "save", killed)
+        with pytest.raises(KillError):
+            train(out, *STEPS)
+    with (out / "metrics.jsonl").open("a") as stream:
+        stream.write('{"epoch": 2, "lo')
+    assert run("train", "--resume", out) == 0
+    assert [json.loads(line)["epoch"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+    ]
+    assert len(read_report(out / "report.json").epochs) == 3
+
+
+@pytest.mark.parametrize("augment", ["true", "false"])
+def test_resumed_with_less_memory_gives_the_same_bits(
+    augment: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures are then read from their files each time, and features are still kept."""
+    from gradfilter.training import job, sets
+    from gradfilter.training.loop import Training
+
+    options = ["--data", pictures, "--epochs", "2", "--augment", augment, "--batch", "5"]
+    assert train(tmp_path / "whole", *options) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "_take_step", interrupting(2))
+        assert train(tmp_path / "stopped", *options) == 130
+    for module in (job, sets):
+        monkeypatch.setattr(module, "available_memory", lambda: 1)
+    assert run("train", "--resume", tmp_path / "stopped") == 0
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "stopped"))
+
+
+def test_a_picture_that_breaks_in_a_reader_is_one_sentence(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = pictures / "red" / "0.jpg"
+    broken.write_bytes(broken.read_bytes()[:700])
+    assert train(tmp_path / "run", "--data", pictures, "--workers", "2") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith(f"gradfilter: {broken} is broken or no picture")
+    assert "Traceback" not in "".join(said)
+
+
+def test_exact_training_that_would_not_fit_is_left_out_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradfilter.training import summary
+
+    monkeypatch.setattr(summary, "available_memory", lambda: 1)
+    assert train(tmp_path / "run", *STEPS, "--epochs", "1") == 0
+    costs = {cost.name: cost.values for cost in read_report(tmp_path / "run" / "report.json").costs}
+    assert costs["step, plain PyTorch against this run"]["exact"] is None
+
+
+def test_other_data_is_tested_as_a_whole(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--data", pictures, "--epochs", "1") == 0
+    assert run("eval", tmp_path / "run") == 0
+    assert "of 6 test pictures" in capsys.readouterr().out
+    assert run("eval", tmp_path / "run", "--data", pictures) == 0
+    assert "of 24 test pictures" in capsys.readouterr().out
+
+
+def test_on_top_of_a_run_with_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, other = tmp_path / "first", tmp_path / "other"
+    assert train(first, *STEPS, "--epochs", "1", "--method", "LowRankAdapter(2)") == 0
+    plain = gf.models.build("tiny", classes=10, weights=first / "best.safetensors")
+    assert_same(dict(plain.state_dict()), weights(first, "best"))
+    assert train(tmp_path / "second", *STEPS, "--epochs", "1", "--weights", first) == 0
+    assert train(other, *STEPS, "--epochs", "1", "--method", "LiteResidual()") == 0
+    assert run("eval", other) == 0
+    assert train(tmp_path / "third", *STEPS, "--weights", other) == 2
+    assert "was trained with adapters that no plain weights can replace" in capsys.readouterr().err
+
+
+def test_features_in_a_folder_serve_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradfilter.cache import _Prefix
+
+    compute, computed = _Prefix.features, [0]
+
+    def counted(self: _Prefix, images: list[Tensor]) -> Any:
+        computed[-1] += len(images)
+        return compute(self, images)
+
+    monkeypatch.setattr(_Prefix, "features", counted)
+    for name in ("first", "second"):
+        assert train(tmp_path / name, *STEPS, "--augment", "false", "--cache-folder", tmp_path / "kept") == 0
+        computed.append(0)
+    assert computed == [40 + 359, 0, 0]
+
+
+def test_mixed_precision_leaves_the_cache_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*STEPS, "--epochs", "1", "--augment", "false", "--precision", "bf16"]
+    assert train(tmp_path / "run", *options) == 0
+    assert train(tmp_path / "other", *options, "--cache", "on") == 2
+    assert "--cache on keeps features of float32" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,9 @@ def net() -> nn.Module:
     return gf.apply_(model, gf.GradientFilter(2), "last:3")
 
 
-def training(folder: Path | None = None, **settings: Any) -> Training:
+def training(folder: Path | None = None, count: int = 22, **settings: Any) -> Training:
     loop = Loop(**{"epochs": 4, "batch": 4, "lr": 0.05, "momentum": 0.9, **settings})
-    return Training(net(), Noisy(), Noisy(10, noise=0), TASK, loop, folder=folder)
+    return Training(net(), Noisy(count), Noisy(10, noise=0), TASK, loop, folder=folder)
 
 
 def state(made: Training) -> dict[str, Tensor]:
@@ -293,8 +294,9 @@ torch.set_num_threads(1)
 meet = f"file://{{sys.argv[1]}}/meet"
 dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[2]), world_size=2)
 from test_training import training
-made = training(Path(sys.argv[1]) / "run", epochs=2)
+made = training(Path(sys.argv[1]) / "run", int(sys.argv[3]), epochs=2, minutes=float(sys.argv[4]))
 made.model.get_submodule("dropout").p = 0.0
+made.prepared = 1e4 * dist.get_rank()
 made.run()
 dist.barrier()
 sys.stdout.flush()
@@ -302,25 +304,44 @@ os._exit(0)  # gloo's threads may still wait for each other, and an orderly end 
 """
 
 
-def test_two_processes_are_one(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
+def trained_by_two(folder: Path, count: int, minutes: float = 0.0) -> checkpoint.Checkpoint:
+    script = folder / "run.py"
     script.write_text(PAIR.format(path=[str(Path(__file__).parent), *sys.path]))
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
-    pair = [subprocess.Popen([*command, rank]) for rank in ("0", "1")]
+    command = [sys.executable, "-W", "ignore", str(script), str(folder)]
+    pair = [subprocess.Popen([*command, rank, str(count), str(minutes)]) for rank in ("0", "1")]
     assert [process.wait(timeout=120) for process in pair] == [0, 0]
-    alone = training(epochs=2)
+    found = checkpoint.read(folder / "run")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("count", [22, 21])  # of 21 samples the last batch has one: nothing for the second
+def test_two_processes_are_one(tmp_path: Path, count: int) -> None:
+    found = trained_by_two(tmp_path, count)
+    alone = training(count=count, epochs=2)
     alone.model.get_submodule("dropout").p = 0.0  # type: ignore[assignment]
     alone.run()
-    found = checkpoint.read(tmp_path / "run")
-    assert found is not None
     for key, value in state(alone).items():
         assert torch.allclose(value, found.tensors[key], atol=1e-6), key
+    losses = [[epoch["loss"] for epoch in epochs] for epochs in (alone.history.epochs, found.facts["epochs"])]
+    assert losses[0] == pytest.approx(losses[1])
 
 
-def test_fit_with_a_cache_is_fit_without() -> None:
+def test_two_processes_end_together(tmp_path: Path) -> None:
+    """The second one's time is over at once; the first would wait for it in the next step."""
+    found = trained_by_two(tmp_path, 22, minutes=60)
+    assert found.facts["step"] == 1
+    assert found.facts["why_ended"] == "the time of 60 minutes was over"
+
+
+@pytest.mark.parametrize(
+    "method", [gf.GradientFilter(2), gf.SubspaceIteration(rank=2), gf.Quantized(4)], ids=str
+)
+def test_fit_with_a_cache_is_fit_without(method: gf.Method) -> None:
+    """Also with methods that remember: what they see in a test is not for them."""
     found = []
     for cache in (True, False):
-        model = net()
+        model = gf.apply_(gf.restore_(net()), method, "last:3")
         gf.fit(model, Noisy(16, 0), Noisy(8, 0), TASK, cache=cache, epochs=2, batch=4)
         found.append(copy.deepcopy(gf.restore_(model)).state_dict())
     assert_same(*found)
@@ -370,3 +391,95 @@ def test_segmentation_scores_ignore_what_is_not_labelled() -> None:
     large = torch.tensor([[[0, 0, 1, 1], [0, 0, 1, 1]]])  # the map is scaled to the mask's size
     assert task.score(iter([({"out": output}, large)]))["mean_iou"] == 100.0
     assert task.loss(output, torch.tensor([[[0, 255]]])) < 0.1
+
+
+class Masks(Dataset[tuple[Tensor, Tensor]]):
+    """Of every picture another part is labelled."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index))
+        mask = (image[0] > 0).long()
+        mask[index:] = 255
+        return image, mask
+
+
+def segmenting(task: gf.Segmentation, **settings: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = gf.apply_(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1)), gf.Exact())
+    made = Training(model, Masks(), None, task, Loop(epochs=2, lr=0.1, **settings))
+    made.run()
+    return state(made)
+
+
+def test_accumulated_masks_are_one_large_batch_by_their_pixels() -> None:
+    large, parts = (segmenting(gf.Segmentation(2), batch=b, accumulate=a) for b, a in ((8, 1), (2, 4)))
+    for key, value in large.items():
+        assert torch.allclose(value, parts[key], atol=1e-6), key
+
+    class BySamples(gf.Segmentation):
+        def count(self, target: Tensor) -> int:
+            return len(target)
+
+    wrong = segmenting(BySamples(2), batch=2, accumulate=4)
+    assert not all(torch.allclose(value, wrong[key], atol=1e-6) for key, value in large.items())
+
+
+def test_label_smoothing_of_masks() -> None:
+    scores, mask = torch.randn(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long)
+    wanted = nn.functional.cross_entropy(scores, mask, label_smoothing=0.2)
+    assert torch.equal(gf.Segmentation(2, label_smoothing=0.2).loss(scores, mask), wanted)
+
+
+class ByNumpy(Noisy):
+    """Augmented with the random numbers of numpy and of Python."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.images[index], index % 2
+        return image * random.random() + numpy.random.rand(), label  # noqa: S311
+
+
+def test_random_numbers_of_any_kind_depend_on_seed_epoch_and_index() -> None:
+    found = []
+    for disturbance in (0, 1):
+        numpy.random.seed(disturbance)
+        random.seed(disturbance)
+        made = Training(net(), ByNumpy(), None, TASK, Loop(epochs=1, batch=4))
+        made.run()
+        found.append(state(made))
+    assert_same(*found)
+
+
+def test_mixed_precision_trains_but_not_from_a_cache() -> None:
+    history = gf.fit(net(), Noisy(16, 0), None, TASK, epochs=8, batch=4, lr=0.05, precision="bf16")
+    assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
+    with pytest.raises(gf.GradFilterError, match="cache keeps features of float32"):
+        gf.fit(net(), Noisy(16, 0), None, TASK, cache=True, precision="bf16")
+
+
+class AsDictionaries(Noisy):
+    """As Hugging Face's datasets give them."""
+
+    names = ("label", "pixel_values")
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return dict(zip(self.names, (label, image), strict=True))
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_items_may_be_dictionaries(cache: bool) -> None:
+    found = []
+    for kind in (Noisy, AsDictionaries):
+        model = net()
+        gf.fit(model, kind(16, 0), kind(8, 0), TASK, cache=cache, epochs=1, batch=4)
+        found.append(copy.deepcopy(gf.restore_(model)).state_dict())
+    assert_same(*found)
+
+
+def test_dictionaries_of_other_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsDictionaries, "names", ("what", "picture"))
+    with pytest.raises(gf.GradFilterError, match="have the fields what, picture; name the image one of"):
+        gf.fit(net(), AsDictionaries(), None, TASK)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from .errors import GradFilterError
 from .modules import LAYERS, AdaptedLayer, RegionModule
 from .surgery import restore_
 
-__all__ = ["merge_"]
+__all__ = ["merge_", "without_adapters"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -39,6 +41,14 @@ def merge_(model: Model) -> Model:
         for name, weight in weights.items():
             adapted[name].weight.copy_(weight)
     return restore_(model)
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """A copy with its adapters merged; the model itself where it has none, or such as cannot be merged."""
+    if any(isinstance(module, AdaptedLayer) for module in model.modules()):
+        with suppress(GradFilterError):
+            return merge_(copy.deepcopy(model))
+    return model
 
 
 def _merged(name: str, layer: Any, shared: Counter[int]) -> Tensor:

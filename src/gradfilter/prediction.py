@@ -184,10 +184,13 @@ def write_labels(file: str | os.PathLike[str], labels: Iterable[Label]) -> int:
     return count
 
 
-def write_masks(folder: str | os.PathLike[str], masks: Iterable[Mask]) -> list[Path]:
+def write_masks(
+    folder: str | os.PathLike[str], masks: Iterable[Mask], *, replace: bool = False
+) -> list[Path]:
     """A PNG with a palette per mask, named as its picture; its pixels are class numbers.
 
     Of two pictures that differ only in folder or suffix, the second's mask has a number behind its name.
+    Without ``replace`` a file that is there is never written over: it may be a mask that somebody drew.
     """
     place = Path(folder)
     try:
@@ -197,6 +200,8 @@ def write_masks(folder: str | os.PathLike[str], masks: Iterable[Mask]) -> list[P
     written: list[Path] = []
     for found in masks:
         file = _free(place, PurePath(found.name).stem, written)
+        if file.exists() and not replace:
+            raise GradFilterError(f"{file} is there already; give a folder without masks of these pictures.")
         with replacing(file) as partial:
             mask_image(found.classes).save(partial, "PNG")
         written.append(file)

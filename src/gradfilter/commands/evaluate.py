@@ -21,7 +21,7 @@ examples:
 def add(commands: Any) -> None:
     parser = add_command(commands, "eval", "test a trained run", EXAMPLES)
     add_run(parser)
-    parser.add_argument("--data", help="other data than the run's own")
+    parser.add_argument("--data", help="other data than the run's own; all of it, where it has no test part")
     parser.add_argument("--json", metavar="FILE", help="also write the scores to a file")
     parser.set_defaults(run=_run)
 
@@ -48,9 +48,10 @@ def _run(arguments: argparse.Namespace) -> None:
                 f"{config.data} has the classes {_some(data.classes)}, but {arguments.folder} was trained on "
                 f"{_some(saved.classes)}; give data with the same classes."
             )
-        scores = scores_of_run(saved, data.test, tell)
+        parts = [data.train, data.test] if arguments.data and data.held_out else [data.test]
+        scores = scores_of_run(saved, parts, tell)
     for name, value in scores.items():
-        print(f"{name.replace('_', ' ')}: {value:.2f} % of {len(data.test)} test pictures")
+        print(f"{name.replace('_', ' ')}: {value:.2f} % of {sum(map(len, parts))} test pictures")
     if arguments.json:
         write(
             arguments.json, json.dumps({"weights": arguments.weights, "data": config.data, **scores}) + "\n"

@@ -31,29 +31,27 @@ def add(commands: Any) -> None:
     add_run(parser)
     parser.add_argument("pictures", nargs="+", help="files, or folders of them")
     parser.add_argument(
-        "--out", help="a CSV file for labels (default: print them), a folder for masks (masks/)"
+        "--out", help="a CSV file for labels (default: print them), a folder for masks (default: RUN/masks)"
     )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..data.images import SUFFIXES
     from ..prediction import predict, read_pictures, write_labels, write_masks
     from ..progress import Progress
     from ..training.saved import open_run
 
-    files = list(_files(arguments.pictures, SUFFIXES))
+    files = list(_files(arguments.pictures))
     saved = open_run(arguments.folder, arguments.weights)
     out = arguments.out
     with Progress() as tell:
-        pictures = read_pictures(files, lambda sentence: tell.say(f"warning: {sentence}"))
+        pictures = read_pictures(files, lambda sentence: print(f"warning: {sentence}", file=sys.stderr))
         found = predict(saved.model, pictures, saved.transform.of_picture, saved.classes, saved.task)
         told: Any = _told(found, len(files), tell)
         if saved.task == "segment":
-            written = write_masks(out or "masks", told)
-            tell.say(
-                f"{len(written)} masks in {out or 'masks'}; their pixels are the numbers of the classes."
-            )
+            folder = out or Path(arguments.folder, "masks")
+            written = write_masks(folder, told, replace=not out)
+            tell.say(f"{len(written)} masks in {folder}; their pixels are the numbers of the classes.")
         elif out:
             tell.say(f"{write_labels(out, told)} labels in {out}.")
         else:
@@ -68,9 +66,10 @@ def _told(found: Iterable[Label | Mask], count: int, tell: Any) -> Iterator[Labe
         yield one
 
 
-def _files(given: list[str], suffixes: Iterable[str]) -> Iterator[Path]:
+def _files(given: list[str]) -> Iterator[Path]:
     """Files as they are; of folders, the pictures in them."""
-    known = tuple(suffixes)
+    from ..data.images import is_picture
+
     for name in given:
         path = Path(name)
         if not path.exists():
@@ -78,7 +77,7 @@ def _files(given: list[str], suffixes: Iterable[str]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in known)
+        inside = sorted(file for file in path.rglob("*") if is_picture(file))
         if not inside:
             raise GradFilterError(f"The folder {name} has no pictures.")
         yield from inside

@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..errors import GradFilterError
+from ..loading import read
 from ..plans import format_bytes
 from ..progress import Tell, silent
 from .images import upright_rgb
@@ -27,7 +28,7 @@ from .transforms import MARGIN
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["Decoded", "bounded"]
+__all__ = ["Bounded", "Decoded", "bounded"]
 
 _CHUNK = 64 << 20
 
@@ -41,6 +42,29 @@ def bounded(picture: Image.Image, shorter: int, *, is_mask: bool = False) -> Ima
         return picture
     width, height = (max(1, round(side * scale)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.NEAREST if is_mask else Image.Resampling.BILINEAR)
+
+
+class Bounded(Dataset[tuple[Any, Any]]):
+    """Samples read from their files each time, with the same pixels that ``Decoded`` keeps of them."""
+
+    def __init__(self, samples: Samples, size: int) -> None:
+        self.samples, self.shorter = samples, _shorter(size)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
+        from PIL import Image
+
+        picture, target = self.samples[index]
+        small = bounded(upright_rgb(picture), self.shorter)
+        if not isinstance(target, Image.Image):
+            return small, target
+        return small, bounded(target, self.shorter, is_mask=True)
+
+
+def _shorter(size: int) -> int:
+    return round(MARGIN * size)
 
 
 class Decoded(Dataset[tuple[Any, Any]]):
@@ -64,10 +88,9 @@ class Decoded(Dataset[tuple[Any, Any]]):
         workers: int = 0,
         tell: Tell = silent,
     ) -> None:
-        self._shorter = round(MARGIN * size)
         self._file = None if folder is None else Path(folder) / f"decoded-{_digest(samples, size)}.bin"
         if self._file is None or not self._find():
-            self._fill(samples, budget, workers, tell)
+            self._fill(Bounded(samples, size), budget, workers, tell)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,16 +115,14 @@ class Decoded(Dataset[tuple[Any, Any]]):
         labels: list[int] = self._rows[:, 4].tolist()
         return labels
 
-    def _fill(self, samples: Samples, budget: int | None, workers: int, tell: Tell) -> None:
+    def _fill(self, samples: Bounded, budget: int | None, workers: int, tell: Tell) -> None:
         count, room = len(samples), budget or _room(self._file)
         store: _Store = _Memory() if self._file is None else _OnDisk(self._file)
         # a generator of its own: the one of the user's training is not touched
-        loader = DataLoader(
-            _Bytes(samples, self._shorter), batch_size=None, num_workers=workers, generator=Generator()
-        )
+        loader = DataLoader(_Bytes(samples), batch_size=None, num_workers=workers, generator=Generator())
         rows, used = torch.zeros(count, 5, dtype=torch.int64), 0
         try:
-            for index, (pixels, height, width, label) in enumerate(loader):
+            for index, (pixels, height, width, label) in enumerate(read(loader)):
                 used += len(pixels)
                 if used > room:
                     raise GradFilterError(_too_big(used, index + 1, count, room, self._file))
@@ -139,8 +160,8 @@ class Decoded(Dataset[tuple[Any, Any]]):
 class _Bytes(Dataset[tuple[Tensor, int, int, int]]):
     """Each sample as bytes, picture before mask, with height, width, and label or -1."""
 
-    def __init__(self, samples: Samples, shorter: int) -> None:
-        self.samples, self.shorter = samples, shorter
+    def __init__(self, samples: Bounded) -> None:
+        self.samples = samples
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -149,12 +170,11 @@ class _Bytes(Dataset[tuple[Tensor, int, int, int]]):
         from PIL import Image
 
         picture, target = self.samples[index]
-        small = bounded(upright_rgb(picture), self.shorter)
-        pixels: Any = np.asarray(small).reshape(-1)
+        pixels: Any = np.asarray(picture).reshape(-1)
         if not isinstance(target, Image.Image):
-            return torch.from_numpy(pixels.copy()), small.height, small.width, int(target)
-        mask: Any = np.asarray(bounded(target, self.shorter, is_mask=True)).reshape(-1)
-        return torch.from_numpy(np.concatenate([pixels, mask])), small.height, small.width, -1
+            return torch.from_numpy(pixels.copy()), picture.height, picture.width, int(target)
+        mask: Any = np.asarray(target).reshape(-1)
+        return torch.from_numpy(np.concatenate([pixels, mask])), picture.height, picture.width, -1
 
 
 class _Store(Protocol):

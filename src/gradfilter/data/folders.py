@@ -15,7 +15,7 @@ from .samples import Data, Masked, Pictures
 
 __all__ = ["has_class_folders", "has_masks", "has_splits", "open_folder", "open_imagenet", "open_masks"]
 
-_TEST = ("test", "val", "valid", "validation")
+_TRAIN, _TEST = "train", ("test", "val", "valid", "validation")
 
 
 def has_class_folders(path: Path) -> bool:
@@ -24,8 +24,13 @@ def has_class_folders(path: Path) -> bool:
 
 def has_splits(path: Path) -> bool:
     """Whether there are a training and a test folder, both with folders in them."""
-    parts = path / "train", subfolder(path, *_TEST)
-    return all(part is not None and _class_folders(part) for part in parts)
+    return _part(path, _TRAIN) is not None and _part(path, *_TEST) is not None
+
+
+def _part(path: Path, *names: str) -> Path | None:
+    """The first folder of such a name, in capitals or not, that has class folders."""
+    folders = {folder.name.casefold(): folder for folder in _class_folders(path)}
+    return next((folders[name] for name in names if name in folders and _class_folders(folders[name])), None)
 
 
 def has_masks(path: Path) -> bool:
@@ -38,10 +43,17 @@ def open_folder(request: Request) -> Data:
     path = request.path
     if has_splits(path):
         return _open_splits(request, _TEST)
+    half = _part(path, _TRAIN, *_TEST)
+    if half is not None:
+        raise GradFilterError(
+            f"{half} has class folders, but {path} lacks the other part: it needs train and one of "
+            f"{', '.join(_TEST)}, each with a folder per class. Or give {half}: part of it is then held out."
+        )
     classes = [folder.name for folder in _class_folders(path)]
     items = _labelled(path, classes)
     train, test = request.split(items, [label for _, label in items])
-    return Data(path.resolve().name, "classify", tuple(classes), Pictures(train), Pictures(test))
+    parts = (Pictures(train), Pictures(test))
+    return Data(path.resolve().name, "classify", tuple(classes), *parts, held_out=True)
 
 
 def open_imagenet(request: Request) -> Data:
@@ -50,17 +62,15 @@ def open_imagenet(request: Request) -> Data:
 
 
 def _open_splits(request: Request, tests: Sequence[str]) -> Data:
-    path, test = request.path, subfolder(request.path, *tests)
-    if test is None or not (path / "train").is_dir():
+    path, train, test = request.path, _part(request.path, _TRAIN), _part(request.path, *tests)
+    if test is None or train is None:
         raise GradFilterError(f"{path} must have the folders train and {tests[0]}, each with class folders.")
-    classes = [folder.name for folder in _class_folders(path / "train")]
+    classes = [folder.name for folder in _class_folders(train)]
     for folder in _class_folders(test):
         if folder.name not in classes:
-            raise GradFilterError(
-                f"{folder} is a class that {path / 'train'} does not have; move or remove it."
-            )
-    train = Pictures(_labelled(path / "train", classes))
-    return Data(path.resolve().name, "classify", tuple(classes), train, Pictures(_labelled(test, classes)))
+            raise GradFilterError(f"{folder} is a class that {train} does not have; move or remove it.")
+    parts = (Pictures(_labelled(part, classes)) for part in (train, test))
+    return Data(path.resolve().name, "classify", tuple(classes), *parts)
 
 
 def _class_folders(path: Path) -> list[Path]:
@@ -90,7 +100,8 @@ def _pictures(folder: Path) -> list[Path]:
 def open_masks(request: Request) -> Data:
     """images/ and masks/ with the same stems, under train/ and test/ if these are there."""
     path, test = request.path, subfolder(request.path, *_TEST)
-    if (path / "train").is_dir() and test is not None:
+    held_out = not (path / "train").is_dir() or test is None
+    if test is not None and not held_out:
         train_items, test_items = _pairs(path / "train"), _pairs(test)
     else:
         pairs = _pairs(path)
@@ -99,9 +110,8 @@ def open_masks(request: Request) -> Data:
     if names is None:
         names = _numbered_classes([*train_items, *test_items], request.ignore)
     ids = class_ids(len(names), request.ignore)
-    return Data(
-        path.resolve().name, "segment", tuple(names), Masked(train_items, ids), Masked(test_items, ids)
-    )
+    parts = (Masked(train_items, ids), Masked(test_items, ids))
+    return Data(path.resolve().name, "segment", tuple(names), *parts, held_out=held_out)
 
 
 def _pairs(root: Path) -> list[tuple[Path, Path]]:

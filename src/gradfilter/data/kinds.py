@@ -191,7 +191,7 @@ KINDS: dict[str, Kind] = {
 
 
 def open_data(
-    spec: str,
+    spec: str | os.PathLike[str],
     *,
     download: bool = False,
     task: Task | None = None,
@@ -213,6 +213,7 @@ def open_data(
         seed: which part that is.
         ignore: a mask value that does not count, beside 255.
     """
+    spec = os.fspath(spec)
     kind, path = _parse(spec)
     if kind == "digits":
         return _usable(KINDS[kind].open(Request(Path(), _known_task(kind, task))), spec)

@@ -39,6 +39,7 @@ class Data:
     Args:
         ignore: the class id of mask pixels that do not count.
         flip: whether a mirrored picture shows the same class; not so for digits.
+        held_out: whether the test samples were taken from those for training, as there were no others.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Data:
     _: KW_ONLY
     ignore: int = 255
     flip: bool = True
+    held_out: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,13 @@ def open_csv(request: Request) -> Data:
     items = [
         (_existing(file, row["path"], line), names.index(row["label"])) for line, row in enumerate(rows, 2)
     ]
-    if "split" in rows[0]:
+    held_out = "split" not in rows[0]
+    if not held_out:
         sides = [_is_test(file, row["split"], line) for line, row in enumerate(rows, 2)]
         train, test = ([item for item, s in zip(items, sides, strict=True) if s == t] for t in (False, True))
     else:
         train, test = request.split(items, [label for _, label in items])
-    return Data(file.stem, "classify", tuple(names), Pictures(train), Pictures(test))
+    return Data(file.stem, "classify", tuple(names), Pictures(train), Pictures(test), held_out=held_out)
 
 
 def _rows(file: Path) -> list[dict[str, str]]:

@@ -17,6 +17,7 @@ from ..plans import Plan
 from ..program import accelerate_if_possible_
 from ..progress import Tell, silent
 from ..surgery import apply_
+from .items import as_pairs
 from .loop import History, Samples, Task, Training
 from .settings import Loop
 
@@ -39,8 +40,9 @@ def fit(
 ) -> History:
     """Fine-tune the planned layers of a model on ``train``, judged on ``test`` after every epoch.
 
-    Sets are map-style and give (image, target). The plan stays applied, and the frozen part accelerated;
-    ``gf.restore_(model)`` takes both away and leaves the trained weights.
+    Sets are map-style and give (image, target), or dictionaries of the two, as Hugging Face's do. The plan
+    stays applied, and the frozen part accelerated; ``gf.restore_(model)`` takes both away and leaves the
+    trained weights.
 
     >>> import torch, gradfilter as gf
     >>> model = gf.models.build("tiny", classes=2)
@@ -63,6 +65,9 @@ def fit(
         if name not in known:
             raise GradFilterError(f"fit has no setting {name}.{nearest(name, known)}")
     loop = Loop(**settings)
+    if cache and loop.precision == "bf16":
+        raise GradFilterError("fit's cache keeps features of float32; leave precision='bf16' or cache out.")
+    train, test = as_pairs(train), None if test is None else as_pairs(test)
     if plan is not None:
         apply_(model, plan)
     accelerate_if_possible_(model)

@@ -21,11 +21,6 @@ class StopAsked:
     def __bool__(self) -> bool:
         return self._asked
 
-    def stop(self) -> None:
-        """Raise ``KeyboardInterrupt`` if it was pressed."""
-        if self._asked:
-            raise KeyboardInterrupt
-
     def __enter__(self) -> StopAsked:
         if self._listens:
             self._before = signal.signal(signal.SIGINT, self._note)

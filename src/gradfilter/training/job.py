@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,13 +19,16 @@ from ..cache import FeatureCache
 from ..data.check import check
 from ..data.samples import Data
 from ..errors import GradFilterError
+from ..models._torchvision import library
+from ..optional import import_optional
 from ..plans import DOES_NOT_RUN, Plan, format_bytes
 from ..progress import Tell, silent
 from ..splitting import split
 from .building import built, example_of, make_ready_, plan_of
 from .loop import History, Samples, Training
-from .processes import is_first, together
+from .processes import from_first, is_first, together
 from .run_folder import RunFolder
+from .saved import holds_adapters, weights_of
 from .sets import open_sets, transformed, usual_size
 from .settings import Config
 from .summary import write_summary
@@ -52,6 +56,7 @@ class Job:
 
     def train(self) -> History:
         """Train to the end, with all that belongs into the run's folder."""
+        begun = time.monotonic()
         config, task = self.config, self.task()
         train, test, forward = self._sets()
         listeners: list[Listener] = [self.run.append]
@@ -67,16 +72,17 @@ class Job:
             tell=self.tell,
             on_epoch=lambda history: self._end_epoch(history, task, listeners),
         )
-        if training.resume():
-            if training.step > training.steps:
-                raise GradFilterError(
-                    f"{self.run.path} is at step {training.step} already, but its config.json now asks for "
-                    f"{training.steps}; put that back as it was."
-                )
+        if training.resume() and training.step > training.steps:
+            raise GradFilterError(
+                f"{self.run.path} is at step {training.step} already, but its config.json now asks for "
+                f"{training.steps}; put that back as it was."
+            )
+        if is_first():
             self.run.go_back(training.history.epochs)
         with self._board(training.history) as board:
             if board is not None:
                 listeners.append(board.append)
+            training.prepared = time.monotonic() - begun
             history = training.run()
         if is_first():
             write_summary(self, training)
@@ -93,14 +99,16 @@ class Job:
 
     def _sets(self) -> tuple[Samples, Samples, Callable[[Any], Tensor] | None]:
         """Training and test set, and what runs from a cache's features on, if there is a cache."""
-        if self._is_cached():
-            train, test = transformed(self.data, self.config, decode=False, tell=self.tell)
+        train, test = transformed(self.data, self.config, self.tell)
+        if self.run.found["cached"]:
             try:
                 return self._from_features(train, test)
             except GradFilterError:  # dropout among the frozen layers, no room on the disk ...
                 if self.config.cache == "on":
                     raise
-        return *transformed(self.data, self.config, decode=True, tell=self.tell), None
+                if is_first():
+                    self.run.note(cached=False)
+        return train, test, None
 
     def _from_features(
         self, train: Samples, test: Samples
@@ -109,27 +117,17 @@ class Job:
         cache = partial(
             FeatureCache,
             self.model,
-            folder=config.cache_folder or None,
             batch=config.batch,
             workers=config.workers,
             tell=self.tell,
         )
-        kept = cache(train, views=config.views if config.augment else 1, seed=config.seed)
-        return kept, cache(test), kept.tail
-
-    def _is_cached(self) -> bool:
-        """Whether features are kept; ``auto``: where that changes no bit, and they fit into the memory."""
-        wanted = self.config.cache
-        if wanted == "auto" and not self.config.augment and _has_frozen_prefix(self.plan):
-            with suppress(GradFilterError):  # a model that cannot be split
-                return bool(self.config.cache_folder) or self._feature_bytes() < (available_memory() or 0) / 2
-        return wanted == "on"
-
-    def _feature_bytes(self) -> int:
-        with torch.no_grad():
-            features = split(self.model).prefix(example_of(self.config))
-        count = len(self.data.train) + len(self.data.test)
-        return count * sum(feature.nbytes for feature in features)
+        # a folder for each: one throws away what the other keeps
+        places = [
+            Path(config.cache_folder, part) if config.cache_folder else None for part in ("train", "test")
+        ]
+        views = config.views if config.augment else 1
+        kept = cache(train, views=views, seed=config.seed, folder=places[0])
+        return kept, cache(test, folder=places[1]), kept.tail
 
     def _end_epoch(
         self, history: History, task: Classification | Segmentation, listeners: Sequence[Listener]
@@ -149,17 +147,48 @@ def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
     plan = plan_of(config, model)
     check(data, tell)
     make_ready_(model, plan, config)
+    _check_cache(config, plan)
+    _check_libraries(config)
+    config = replace(config, out=config.out or from_first(_free_folder()))
+    facts = {"classes": list(data.classes), "ignore": data.ignore, "samples": _counts(data)}
+    # by the memory that is free now: a run that goes on later must not decide otherwise
+    facts["cached"] = from_first(_is_cached(config, data, model, plan))
+    everything = {**asdict(config), "found": facts}
+    # the others of several processes only read
+    run = RunFolder.create(config.out, everything) if is_first() else RunFolder(Path(config.out), everything)
+    return _introduced(Job(config, data, model, plan, run, said, tell), say)
+
+
+def _check_cache(config: Config, plan: Plan) -> None:
     if config.cache == "on" and not _has_frozen_prefix(plan):
         raise GradFilterError(
             f"--cache on needs frozen layers, but with --layers {config.layers} the first one trains; use "
             "--cache auto, or let fewer layers train."
         )
-    config = replace(config, out=config.out or _free_folder())
-    facts = {"classes": list(data.classes), "ignore": data.ignore, "samples": _counts(data)}
-    everything = {**asdict(config), "found": facts}
-    # the others of several processes only read
-    run = RunFolder.create(config.out, everything) if is_first() else RunFolder(Path(config.out), everything)
-    return _introduced(Job(config, data, model, plan, run, said, tell), say)
+    if config.cache == "on" and config.precision == "bf16":
+        raise GradFilterError(
+            "--cache on keeps features of float32; leave --precision bf16 or the cache out."
+        )
+
+
+def _check_libraries(config: Config) -> None:
+    """That they are there, before anything long begins."""
+    library("torchmetrics", "train")
+    if config.tensorboard:
+        import_optional("tensorboard", "tensorboard")
+
+
+def _is_cached(config: Config, data: Data, model: nn.Module, plan: Plan) -> bool:
+    """Whether features are kept; ``auto``: where the samples are always the same, and features fit."""
+    if config.cache != "auto":
+        return config.cache == "on"
+    if config.augment or config.precision == "bf16" or not _has_frozen_prefix(plan):
+        return False
+    with suppress(GradFilterError), torch.no_grad():  # a model that cannot be split
+        features = split(model).prefix(example_of(config))
+        needed = sum(_counts(data)) * sum(feature.nbytes for feature in features)
+        return bool(config.cache_folder) or needed < (available_memory() or 0) / 2
+    return False
 
 
 def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = print) -> Job:
@@ -188,7 +217,12 @@ def _resolved(config: Config, data: Data) -> Config:
     weights = config.weights
     if Path(weights).is_dir():  # an earlier run
         earlier = RunFolder.open(weights)
-        weights = str(earlier.best)
+        weights = str(weights_of(earlier, "best"))
+        if holds_adapters(Path(weights)):
+            raise GradFilterError(
+                f"{earlier.path} was trained with adapters that no plain weights can replace, so that no new "
+                "run can start from it; go on with the run itself, or start from the weights it started from."
+            )
         config = replace(config, model=config.model or earlier.settings().model)
     return replace(
         config,

@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 from ..allocator import give_back_freed_memory
 from ..cache import FeatureCache
 from ..errors import GradFilterError
+from ..loading import read
 from ..progress import Tell, silent
+from ..seeding import seeded
 from . import checkpoint
 from .interrupts import StopAsked, ignore_interrupts
 from .order import batches, random_seed
-from .processes import add_up_, is_first, my_share
+from .processes import add_up_, added_up, any_of, is_first, my_share
 from .schedule import rate_at
 from .settings import Loop
 
@@ -30,6 +32,7 @@ __all__ = ["History", "Task", "Training"]
 
 Samples = Dataset[tuple[Any, Any]] | Sequence[tuple[Any, Any]]
 Forward = Callable[[Any], Tensor]
+Batch = tuple[Any, Tensor, bool]
 
 
 class Task(Protocol):
@@ -39,6 +42,9 @@ class Task(Protocol):
 
     def score(self, outputs: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
         """Named scores over all of a set; the first one decides which epoch was the best."""
+
+    def count(self, target: Tensor) -> int:
+        """How many the loss is the mean of: parts of a batch have their weight by it."""
 
 
 @dataclass
@@ -74,8 +80,7 @@ class _Seeded(Dataset[tuple[Any, Any]]):
         self.samples, self.seed, self.epoch = samples, seed, epoch
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(random_seed(self.seed, "sample", self.epoch, index))
+        with seeded(random_seed(self.seed, "sample", self.epoch, index)):
             return self.samples[index]
 
 
@@ -115,6 +120,7 @@ class Training:
         self.body = _body(model, loop.head) if loop.head_steps else []
         self.step, self.losses = 0, [0.0, 0.0]
         self.seconds = self.waited = self.busy = 0.0  # in all; waiting for samples; in steps
+        self.prepared = 0.0  # seconds before the first step, which count where time is limited
         self.history = History()
 
     def run(self, checkpoint_every: float = 60.0) -> History:
@@ -131,21 +137,23 @@ class Training:
                     self._take_step(batch)
                     self.busy += time.monotonic() - begun
                     self.seconds = before + time.monotonic() - started
-                    if self._is_over_time():
+                    asked, over = any_of(bool(stop_asked), self._is_over_time())
+                    if over:
                         self.history.why_ended = f"the time of {self.loop.minutes:g} minutes was over"
                         break
                     if self.step == self.steps or self.step % self.per_epoch == 0:
                         break
-                    if stop_asked or time.monotonic() - written >= checkpoint_every:
+                    if asked or time.monotonic() - written >= checkpoint_every:
                         self.save()
                         written = time.monotonic()
-                        stop_asked.stop()
+                    if asked:
+                        raise KeyboardInterrupt
                 self._end_epoch()
                 self.save()
                 give_back_freed_memory()
                 written = time.monotonic()
-                if self.step < self.steps:
-                    stop_asked.stop()
+                if self.step < self.steps and any(any_of(bool(stop_asked))):
+                    raise KeyboardInterrupt
         return self.history
 
     def save(self) -> None:
@@ -168,17 +176,19 @@ class Training:
 
     def _batches(self, epoch: int) -> list[Tensor]:
         count = len(cast(Sized, self.train))
-        return batches(count, self.loop.batch, self.loop.seed, epoch, drop_last=False)
+        return batches(count, self.loop.batch, self.loop.seed, epoch)
 
-    def _rest_of_epoch(self) -> Iterator[list[tuple[Any, Tensor, int]]]:
-        """Groups of ``accumulate`` batches from the present step on: input, target, how many samples."""
+    def _rest_of_epoch(self) -> Iterator[list[Batch]]:
+        """Groups of ``accumulate`` batches from the present step on: input, target, whether they count."""
         epoch, done = divmod(self.step, self.per_epoch)
         parts = self._batches(epoch)[done * self.loop.accumulate :]
-        shares = [my_share(part).tolist() for part in parts]
-        loader = self._loader(self._samples(epoch), batch_sampler=shares)
-        group: list[tuple[Any, Tensor, int]] = []
-        for number, ((inputs, targets), part) in enumerate(zip(loader, parts, strict=True), 1):
-            group.append((inputs, targets, len(part)))
+        shares = [my_share(part) for part in parts]
+        # a process without a share reads a sample that does not count: all of them take every step
+        given = [share if len(share) else part[:1] for share, part in zip(shares, parts, strict=True)]
+        loader = self._loader(self._samples(epoch), batch_sampler=[each.tolist() for each in given])
+        group: list[Batch] = []
+        for number, ((inputs, targets), share) in enumerate(zip(loader, shares, strict=True), 1):
+            group.append((inputs, targets, len(share) > 0))
             if len(group) == self.loop.accumulate or number == len(parts):
                 yield group
                 group = []
@@ -189,8 +199,8 @@ class Training:
             return self.train
         return _Seeded(self.train, self.loop.seed, epoch)
 
-    def _loader(self, samples: Any, **how: Any) -> DataLoader[Any]:
-        return DataLoader(samples, num_workers=self.workers, worker_init_fn=ignore_interrupts, **how)
+    def _loader(self, samples: Any, **how: Any) -> Iterator[Any]:
+        return read(DataLoader(samples, num_workers=self.workers, worker_init_fn=ignore_interrupts, **how))
 
     def _timed(self, groups: Iterator[Any]) -> Iterator[Any]:
         """The same, while noting how long they let us wait."""
@@ -202,17 +212,18 @@ class Training:
                 return
             yield group
 
-    def _take_step(self, group: list[tuple[Any, Tensor, int]]) -> None:
-        loop, total = self.loop, sum(count for _, _, count in group)
+    def _take_step(self, group: list[Batch]) -> None:
+        loop = self.loop
+        counts = [self.task.count(targets) if does_count else 0 for _, targets, does_count in group]
+        total = added_up(sum(counts))
         torch.manual_seed(random_seed(loop.seed, "step", self.step))  # for dropout
         self.model.train()
         summed = 0.0
-        for inputs, targets, _ in group:
+        for (inputs, targets, _), count in zip(group, counts, strict=True):
             with self._precision():
                 loss = self.task.loss(self.forward(_channels_last(inputs)), targets)
-            share = len(targets) / total
-            (loss * share).backward()
-            summed += float(loss.detach()) * len(targets)
+            (loss * (count / max(1, total))).backward()
+            summed += float(loss.detach()) * count if count else 0.0
         if self.step < loop.head_steps:
             for parameter in self.body:
                 parameter.grad = None
@@ -224,7 +235,7 @@ class Training:
             settings["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses = [self.losses[0] + summed, self.losses[1] + sum(len(t) for _, t, _ in group)]
+        self.losses = [self.losses[0] + added_up(summed), self.losses[1] + total]
         self.step += 1
         self.tell("training", self.step, self.steps)
 
@@ -257,7 +268,7 @@ class Training:
         return self.task.score(found)
 
     def _is_over_time(self) -> bool:
-        return bool(self.loop.minutes) and self.seconds >= 60 * self.loop.minutes
+        return bool(self.loop.minutes) and self.prepared + self.seconds >= 60 * self.loop.minutes
 
 
 def _channels_last(inputs: Any) -> Any:

@@ -20,15 +20,11 @@ def random_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-def batches(count: int, batch: int, seed: int, epoch: int, *, drop_last: bool) -> list[Tensor]:
+def batches(count: int, batch: int, seed: int, epoch: int) -> list[Tensor]:
     """The indices of one epoch's batches, shuffled.
 
-    >>> [b.tolist() for b in batches(5, 2, seed=0, epoch=0, drop_last=False)]
+    >>> [b.tolist() for b in batches(5, 2, seed=0, epoch=0)]
     [[2, 3], [4, 1], [0]]
-    >>> len(batches(5, 2, seed=0, epoch=0, drop_last=True))
-    2
     """
     generator = torch.Generator().manual_seed(random_seed(seed, "order", epoch))
-    parts = list(torch.randperm(count, generator=generator).split(batch))
-    # A set that is smaller than one batch is still a batch.
-    return parts[:-1] if drop_last and len(parts) > 1 and len(parts[-1]) < batch else parts
+    return list(torch.randperm(count, generator=generator).split(batch))

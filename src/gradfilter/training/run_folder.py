@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import GradFilterError
 from ..exports import write_safetensors
 from ..files import write
+from ..merging import without_adapters
 from .report import Report, plain, write_report
 from .settings import Config
 
@@ -67,9 +68,14 @@ class RunFolder:
 
     @property
     def found(self) -> dict[str, Any]:
-        """What the run found out about its data."""
+        """What the run found out about its data, and decided by it."""
         facts: dict[str, Any] = self.config["found"]
         return facts
+
+    def note(self, **facts: Any) -> None:
+        """Add to what the run found out."""
+        self.config["found"] = self.found | facts
+        write(self.path / _CONFIG, json.dumps(plain(self.config), indent=1) + "\n")
 
     def settings(self) -> Config:
         """The settings of the run, all of them spelled out."""
@@ -117,8 +123,9 @@ class RunFolder:
 
     def save(self, model: nn.Module, *, best: bool) -> None:
         """Write the weights, for the plain model, as the last ones, and as the best if they are."""
+        whole = without_adapters(model)
         for file in (self.last, self.best) if best else (self.last,):
-            write_safetensors(model, file)
+            write_safetensors(whole, file)
 
     def note_best(self, epoch: Mapping[str, Any], confusion: Sequence[Sequence[int]] | None) -> None:
         """Write down the scores of the best epoch, and the confusion matrix if there is one."""

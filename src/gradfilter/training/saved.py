@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
 from ..data.samples import Task
 from ..data.transforms import Transform, test_transform
 from ..errors import GradFilterError
-from ..merging import merge_
 from ..models import build
 from ..surgery import apply_
 from .building import plan_of
 from .run_folder import RunFolder
 from .settings import Config
 
-__all__ = ["Saved", "open_run"]
+__all__ = ["Saved", "holds_adapters", "open_run", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,30 @@ class Saved:
 def open_run(folder: str | os.PathLike[str], which: str = "best") -> Saved:
     """The run in a folder, with its best or its last weights."""
     run = RunFolder.open(folder)
-    config, file = run.settings(), run.best if which == "best" else run.last
-    if not file.exists():
-        raise GradFilterError(
-            f"{folder} has no weights yet: it was stopped in its first epoch; go on with it by "
-            f"gradfilter train --resume {folder}."
-        )
-    classes = tuple(run.found["classes"])
-    model = _adapted(config, file, len(classes)) or build(config.model, classes=len(classes), weights=file)
+    config, file, classes = run.settings(), weights_of(run, which), tuple(run.found["classes"])
+    if holds_adapters(file):
+        model = build(config.model, classes=len(classes))
+        apply_(model, plan_of(config, model)).load_state_dict(load_file(file))
+    else:
+        model = build(config.model, classes=len(classes), weights=file)
     model = model.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Saved(replace(config, out=str(Path(folder))), model, classes, run.found["ignore"])
 
 
-def _adapted(config: Config, file: Path, classes: int) -> nn.Module | None:
-    """A model that was trained with adapters, merged where that can be; None if it has none."""
-    state = load_file(file)
-    if not any("gradfilter_" in name for name in state):
-        return None
-    model = build(config.model, classes=classes)
-    apply_(model, plan_of(config, model)).load_state_dict(state)
-    with suppress(GradFilterError):  # one that no plain model can do
-        merge_(model)
-    return model
+def weights_of(run: RunFolder, which: str) -> Path:
+    """The file of a run's best or last weights."""
+    file = run.best if which == "best" else run.last
+    if not file.exists():
+        raise GradFilterError(
+            f"{run.path} has no weights yet: it was stopped in its first epoch; go on with it by "
+            f"gradfilter train --resume {run.path}."
+        )
+    return file
+
+
+def holds_adapters(file: Path) -> bool:
+    """Whether weights have more than the plain model takes: adapters that could not be merged."""
+    with suppress(SafetensorError), safe_open(file, "pt") as opened:  # what is damaged, its reader tells
+        names = opened.keys()
+        return any("gradfilter_" in name for name in names)
+    return False

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..bench.environment import available_memory
-from ..data.decoded import Decoded
+from ..data.decoded import Bounded, Decoded
 from ..data.kinds import open_data
 from ..data.partition import dirichlet, distance, few_shot, shards
 from ..data.samples import Data, Samples
@@ -19,7 +19,7 @@ from ..errors import GradFilterError
 from ..progress import Tell, silent
 from .settings import Config
 
-__all__ = ["open_sets", "parts_of", "transformed", "usual_size"]
+__all__ = ["as_read", "open_sets", "parts_of", "transformed", "usual_size"]
 
 SMALL, SMALL_SIZE, SIZE = 64, 96, 224  # pixels; of small pictures there is nothing to gain beyond their size
 
@@ -95,23 +95,30 @@ def usual_size(data: Data) -> int:
     return SMALL_SIZE if min(picture.size) < SMALL else SIZE
 
 
-def transformed(
-    data: Data, config: Config, decode: bool, tell: Tell = silent
-) -> tuple[Transformed, Transformed]:
-    """Training and test set as tensors; with ``decode`` pictures in files are read once, if they fit."""
-    train, test = data.train, data.test
-    if decode:
-        train, test = (_decoded(samples, config, tell) for samples in (train, test))
+def transformed(data: Data, config: Config, tell: Tell = silent) -> tuple[Transformed, Transformed]:
+    """Training and test set as tensors. Pictures in files are decoded once, where their pixels fit."""
+    if _pixels_fit(data, config):
+        train, test = (
+            Decoded(samples, config.size, workers=config.workers, tell=tell)
+            for samples in (data.train, data.test)
+        )
+    else:
+        train, test = (as_read(samples, config.size) for samples in (data.train, data.test))
     of_train = train_transform(data.task, config.size, config.augment, data.flip, data.ignore)
     of_test = test_transform(data.task, config.size, data.ignore)
     return Transformed(train, of_train), Transformed(test, of_test)
 
 
-def _decoded(samples: Samples, config: Config, tell: Tell) -> Samples:
-    """In memory, where the pixels take a fourth of it at most."""
-    free, files = available_memory(), samples.files(0)
+def as_read(samples: Any, size: int) -> Any:
+    """Samples as the network gets to see them, decoded once or not: a run goes on with the same pixels."""
+    return Bounded(samples, size) if samples.files(0) else samples
+
+
+def _pixels_fit(data: Data, config: Config) -> bool:
+    """Whether there are files to decode, whose pixels take a fourth of the memory at most."""
+    free, files = available_memory(), data.train.files(0)
     if not files or free is None:
-        return samples
+        return False
     shorter = MARGIN * config.size
-    needed = len(samples) * shorter * shorter * 1.5 * (3 + len(files) - 1)
-    return samples if needed > free / 4 else Decoded(samples, config.size, workers=config.workers, tell=tell)
+    count = len(data.train) + len(data.test)
+    return count * shorter * shorter * 1.5 * (3 + len(files) - 1) <= free / 4

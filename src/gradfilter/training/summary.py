@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bench.baseline import train_plainly_
-from ..bench.environment import environment
+from ..bench.environment import available_memory, environment
 from ..bench.memory import peak_of_process
 from ..bench.timing import in_turn, median_of
 from ..data.transforms import test_transform
@@ -19,6 +19,7 @@ from ..masks import overlay_png, picture_png
 from ..prediction import Mask, predict
 from ..surgery import restore_
 from .loop import Training
+from .processes import together
 from .report import Comparison, Overlay, Report, plan_facts
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def write_summary(job: Job, training: Training) -> None:
 def _costs(job: Job, training: Training) -> list[Comparison]:
     before, after = job.plan.total
     peak = peak_of_process()  # before exact training has its turn
-    exact_ms, own_ms = _step_times(job, training)
+    own_ms = 1e3 * training.busy / max(1, training.step)
+    exact_ms = _exact_step(job, training) if _exact_fits(before.kept) else None
     return [
         Comparison("kept for the backward", "bytes", {"exact": before.kept, "this run": after.kept}),
         Comparison(
@@ -68,9 +70,14 @@ def _costs(job: Job, training: Training) -> list[Comparison]:
     ]
 
 
-def _step_times(job: Job, training: Training) -> tuple[float, float]:
-    """Milliseconds of a step: of this run's as it was, and of exact training of the same layers beside it."""
-    own = 1e3 * training.busy / max(1, training.step)
+def _exact_fits(kept: int) -> bool:
+    """Exact training may well need more than there is, where the run itself did not."""
+    free = available_memory()
+    return free is None or kept < free / 2
+
+
+def _exact_step(job: Job, training: Training) -> float:
+    """Milliseconds of a step of exact training, of the same layers and as many samples in this process."""
     plain = train_plainly_(restore_(copy.deepcopy(job.model)), job.plan)
     inputs, targets = _batch(job)
     parameters = [p for p in plain.parameters() if p.requires_grad]
@@ -82,7 +89,8 @@ def _step_times(job: Job, training: Training) -> tuple[float, float]:
         nn.utils.clip_grad_norm_(parameters, 1.0)
         return time.perf_counter() - start
 
-    return 1e3 * median_of(in_turn({"exact": step}, ROUNDS, 1)["exact"]).median, own
+    once = 1e3 * median_of(in_turn({"exact": step}, ROUNDS, 1)["exact"]).median
+    return once * job.config.accumulate / together()
 
 
 def _batch(job: Job) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,9 @@ class Classification:
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(class_scores(output, self.classes), target, label_smoothing=self.label_smoothing)
 
+    def count(self, target: Tensor) -> int:
+        return len(target)
+
     def score(self, outputs: Iterator[tuple[Any, Tensor]]) -> dict[str, float]:
         metric = _metric("MulticlassConfusionMatrix", num_classes=self.classes)
         for output, target in outputs:
@@ -45,10 +48,16 @@ class Segmentation:
 
     classes: int
     ignore: int = 255
+    label_smoothing: float = 0.0
     confusion: None = field(default=None, init=False, repr=False, compare=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(_as_large(output, target, self.classes), target, ignore_index=self.ignore)
+        scores = _as_large(output, target, self.classes)
+        smoothing = self.label_smoothing
+        return cross_entropy(scores, target, ignore_index=self.ignore, label_smoothing=smoothing)
+
+    def count(self, target: Tensor) -> int:
+        return int((target != self.ignore).sum())
 
     def score(self, outputs: Iterator[tuple[Any, Tensor]]) -> dict[str, float]:
         settings = {"num_classes": self.classes, "ignore_index": self.ignore}
@@ -65,7 +74,9 @@ def task_of(
     kind: str, classes: int, ignore: int, label_smoothing: float = 0.0
 ) -> Classification | Segmentation:
     """The task of data that is there to ``classify`` or to ``segment``."""
-    return Classification(classes, label_smoothing) if kind == "classify" else Segmentation(classes, ignore)
+    if kind == "classify":
+        return Classification(classes, label_smoothing)
+    return Segmentation(classes, ignore, label_smoothing)
 
 
 def class_scores(output: Any, classes: int) -> Tensor:
