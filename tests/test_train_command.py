@@ -685,3 +685,13 @@ def test_mixed_precision_leaves_the_cache_out(tmp_path: Path, capsys: pytest.Cap
     assert train(tmp_path / "run", *options) == 0
     assert train(tmp_path / "other", *options, "--cache", "on") == 2
     assert "--cache on keeps features of float32" in capsys.readouterr().err
+
+
+def test_all_of_a_new_head_trains_by_default(masked: Path, tmp_path: Path) -> None:
+    options = ["--weights", "none", "--size", "64", "--workers", "0", "--steps", "1", "--batch", "4"]
+    assert run("train", "--data", masked, *options, "--out", tmp_path / "run") == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"] == "smp:FPN/mobilenet_v2"
+    rows = read_report(tmp_path / "run" / "report.json").plan["layers"]
+    found = {(row["layer"].partition(".")[0], row["action"]) for row in rows}
+    assert found == {("encoder", "frozen"), ("decoder", "train"), ("segmentation_head", "train")}

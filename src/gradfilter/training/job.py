@@ -20,6 +20,7 @@ from ..data.check import check
 from ..data.samples import Data
 from ..errors import GradFilterError
 from ..models._torchvision import library
+from ..modules import BATCH_NORMS
 from ..optional import import_optional
 from ..plans import DOES_NOT_RUN, Plan, format_bytes
 from ..progress import Tell, silent
@@ -37,7 +38,9 @@ from .tensorboard import TensorBoard
 
 __all__ = ["Job", "go_on", "prepare"]
 
-MODELS = {"classify": "mobilenet_v2", "segment": "smp:DeepLabV3Plus/mobilenet_v2"}
+# FPN's group norms need no statistics, which a new head has none of
+MODELS = {"classify": "mobilenet_v2", "segment": "smp:FPN/mobilenet_v2"}
+NEW_HEAD = "decoder, segmentation_head"  # of segmentation-models-pytorch: only the encoder has weights
 Say = Callable[[str], None]
 Listener = Callable[[Mapping[str, float]], None]
 
@@ -224,10 +227,12 @@ def _resolved(config: Config, data: Data) -> Config:
                 "run can start from it; go on with the run itself, or start from the weights it started from."
             )
         config = replace(config, model=config.model or earlier.settings().model)
+    model = config.model or MODELS[data.task]
     return replace(
         config,
         task=data.task,
-        model=config.model or MODELS[data.task],
+        model=model,
+        layers=config.layers or (NEW_HEAD if model.startswith("smp:") else "last:4"),
         size=config.size or usual_size(data),
         workers=workers,
         weights=weights,
@@ -249,6 +254,12 @@ def _free_folder() -> str:
     return str(Path("runs", str(number)))
 
 
+def _has_new_batch_norms(model: nn.Module) -> bool:
+    """Whether there are some that have seen no data: all means are zero."""
+    norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+    return any(norm.running_mean is not None and not norm.running_mean.any() for norm in norms)
+
+
 def _introduced(job: Job, say: Say) -> Job:
     config, data, (before, after) = job.config, job.data, job.plan.kept
     if is_first():
@@ -258,6 +269,8 @@ def _introduced(job: Job, say: Say) -> Job:
         share = f", {after / before:.3f}x of exact" if before else ""
         say(f"{config.model}: {len(job.plan.trained)} layers train, {methods}.")
         say(f"A batch of {config.batch} keeps {format_bytes(after)} for the backward{share}.")
+        if config.norm != "batch" and _has_new_batch_norms(job.model):
+            say("Some batch norms have seen no data yet, as in a new head; --norm batch may serve better.")
         processes = f"; {together()} processes" if together() > 1 else ""
         say(f"The run is in {job.run.path}{processes}.")
     return job

@@ -89,10 +89,10 @@ class Config(Loop):
         client: which one trains here, from 0
         alpha: of the Dirichlet distribution; a small one makes clients differ
         client_shards: how many shards a client has
-        model: a name (`gradfilter models`); if "", MobileNetV2, with a DeepLabV3+ head to segment
+        model: a name (`gradfilter models`); if "", MobileNetV2, with an FPN head to segment
         weights: a file, the folder of an earlier run, "auto" for those on this machine, or "none"
         size: side of the pictures; 0 for 224, or 96 where they are small
-        layers: which train: "last:4", "all", "layer4.*" ...
+        layers: which train: "last:4", "all", "layer4.*" ...; if "", last:4, or to segment all of the new head
         patch: of gradient filtering
         taps: of gradient filtering: overlap or collapse
         method: another one, as in docs/methods.md: "HOSVD(variance=0.8)" ...
@@ -121,7 +121,7 @@ class Config(Loop):
     model: str = ""
     weights: str = "auto"
     size: int = 0
-    layers: str = "last:4"
+    layers: str = ""
     patch: int = 2
     taps: Literal["overlap", "collapse"] = "overlap"
     method: str = ""
