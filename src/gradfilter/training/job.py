@@ -103,7 +103,7 @@ class Job:
     def _sets(self) -> tuple[Samples, Samples, Callable[[Any], Tensor] | None]:
         """Training and test set, and what runs from a cache's features on, if there is a cache."""
         train, test = transformed(self.data, self.config, self.tell)
-        if self.run.found["cached"]:
+        if self.run.found.get("cached"):
             try:
                 return self._from_features(train, test)
             except GradFilterError:  # dropout among the frozen layers, no room on the disk ...

@@ -21,6 +21,7 @@ from ..surgery import restore_
 from .loop import Training
 from .processes import together
 from .report import Comparison, Overlay, Report, plan_facts
+from .saved import open_run
 
 if TYPE_CHECKING:
     from .job import Job
@@ -103,12 +104,13 @@ def _batch(job: Job) -> tuple[Tensor, Tensor]:
 
 
 def _overlays(job: Job) -> list[Overlay]:
-    """A few test pictures, what the model finds in them, and what there is."""
+    """A few test pictures, what the best weights find in them, and what there is."""
     transform = test_transform("segment", job.config.size, job.data.ignore)
     chosen = range(0, len(job.data.test), max(1, len(job.data.test) // OVERLAYS))[:OVERLAYS]
     pictures, truths = zip(*(job.data.test[index] for index in chosen), strict=True)
     named = [(f"test picture {index}", picture) for index, picture in zip(chosen, pictures, strict=True)]
-    masks = predict(job.model, named, transform.of_picture, job.data.classes, "segment")
+    best = open_run(job.run.path).model
+    masks = predict(best, named, transform.of_picture, job.data.classes, "segment")
     made = []
     for (name, picture), truth, found in zip(named, truths, masks, strict=True):
         assert isinstance(found, Mask)  # noqa: S101
