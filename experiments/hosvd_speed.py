@@ -34,7 +34,7 @@ from gradfilter.bench.timing import in_turn, median_of, ratio_of, seconds
 SHARED = Path(os.environ.get("GRADFILTER_SHARED", Path(__file__).parents[2] / "shared"))
 RESULTS = Path(__file__).parent / "results" / "hosvd_speed.json"
 WEIGHTS = SHARED / "weights" / "mobilenet_v2-b0353104.pth"
-LAYERS, BATCH, SIZE, CLASSES, VARIANCE, ROUNDS = "last:4", 32, 224, 37, 0.8, 15
+LAYERS, BATCH, SIZE, CLASSES, VARIANCE, ROUNDS = "last:4", 32, 224, 37, 0.8, 31
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
 

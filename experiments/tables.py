@@ -265,15 +265,19 @@ def _long_run() -> str:
     record = _record("long_run")
     if record is None:
         return MISSING
-    sizes = {int(step): size for step, size in record["resident_bytes"].items()}
-    first = min(step for step in sizes if step >= 300)  # by then everything has been allocated once
-    grown = max(size for step, size in sizes.items() if step >= first) - sizes[first]
+    first = "300"  # by then everything has been allocated once
+    sizes, held = (_from(first, record[name]) for name in ("resident_bytes", "allocated_bytes"))
     return (
-        f"{record['steps']} steps in {record['seconds']:.0f} s: from step {first} on the process grew by at "
-        f"most {format_bytes(max(0, grown))}, from {format_bytes(sizes[first])}; it waited for pictures "
+        f"{record['steps']} steps in {record['seconds']:.0f} s: from step {first} on the process had "
+        f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}, at the end {format_bytes(sizes[-1])}; "
+        f"what it held of that grew by at most {format_bytes(max(held) - held[0])}. It waited for pictures "
         f"{100 * record['waited'] / record['seconds']:.1f} % of the time."
         f"\n\n{conditions(record['environment'])}"
     )
+
+
+def _from(step: str, sizes: dict[str, int]) -> list[int]:
+    return [size for at, size in sizes.items() if int(at) >= int(step)]
 
 
 def _recipes() -> str:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradfilter as gf
+from gradfilter.native.inverted_residual import is_built
 from gradfilter.ops import fused
 from gradfilter.ops.inverted_residual import InvertedResidual
 
@@ -539,6 +540,7 @@ def test_identities_hide_nothing_but_what_they_do_counts() -> None:
     assert relative(gf.accelerate_(model)(x), wanted) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.skipif(not is_built(), reason="needs the native passes")
 def test_weights_are_packed_once_for_all_ways_to_call() -> None:
     """Training and testing, and layers that thaw: frozen weights are not held once for each."""
     model = gf.accelerate_(gf.apply_(gf.models.build("mcunet-5fps"), FILTER, "last:2"))
@@ -553,6 +555,32 @@ def test_weights_are_packed_once_for_all_ways_to_call() -> None:
     blocks = [run for run in first if isinstance(run, InvertedResidual)]
     assert len(blocks) > 10
     assert all(any(run is other for other in second) for run in blocks[:-2])
+
+
+class Beside(nn.Module):
+    """A frozen inverted residual, and a trained layer beside it: their sum is frozen only in a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = gf.models.build("tiny").get_submodule("inverted.body")
+        self.side = nn.Conv2d(32, 32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x) + self.side(x)
+        return y
+
+
+@pytest.mark.parametrize("first", ["test", "training"])
+def test_a_sum_that_is_frozen_in_one_way_to_call_only(first: str) -> None:
+    torch.manual_seed(0)
+    model = Beside().eval()
+    model.requires_grad_(False).side.requires_grad_(True)
+    x = torch.randn(2, 32, 8, 8)  # not channels-last: the parts run one by one
+    wanted = model(x).detach()
+    gf.accelerate_(model)
+    for training in (first == "training", first != "training"):
+        with torch.set_grad_enabled(training):
+            assert relative(model(x), wanted) < 1e-5
 
 
 def test_the_signature_tells_what_a_description_leaves_out() -> None:

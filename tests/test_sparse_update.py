@@ -161,6 +161,14 @@ def test_the_criterion_is_checked() -> None:
         gf.SparseUpdate(criterion="best")  # type: ignore[arg-type]
 
 
+def test_layers_that_only_pass_gradients_have_no_state() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
+    gf.apply_(model, gf.SparseUpdate(2), "0")
+    state = gf.method_state(model)
+    assert list(state) == ["0:channels"]
+    gf.load_method_state_(model, state)
+
+
 def test_a_state_without_the_choice_is_refused() -> None:
     layer = applied(nn.Linear(8, 2), gf.SparseUpdate(2))
     before = chosen(layer)

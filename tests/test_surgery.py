@@ -1143,7 +1143,8 @@ def test_numpys_word_for_keepdim_is_known() -> None:
             self.conv, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.conv(x).mean((2, 3), keepdims=True))
+            pooled = self.conv(x).mean((2, 3), keepdims=True)
+            return self.last(pooled + self.conv(x).mean(axis=(2, 3), keepdims=True))
 
     torch.manual_seed(0)
     model, x = Pooled(), torch.randn(2, 3, 8, 8)

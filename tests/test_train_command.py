@@ -648,8 +648,13 @@ def test_other_data_is_tested_as_a_whole(
     assert train(tmp_path / "run", "--data", pictures, "--epochs", "1") == 0
     assert run("eval", tmp_path / "run") == 0
     assert "of 6 test pictures" in capsys.readouterr().out
-    assert run("eval", tmp_path / "run", "--data", pictures) == 0
-    assert "of 24 test pictures" in capsys.readouterr().out
+    moved = pictures.rename(tmp_path / "moved")
+    assert run("eval", tmp_path / "run", "--data", moved) == 0
+    assert "of 6 test pictures" in capsys.readouterr().out
+    for name in ("red", "green", "blue"):
+        (moved / name / "0.jpg").unlink()
+    assert run("eval", tmp_path / "run", "--data", moved) == 0
+    assert "of 21 pictures" in capsys.readouterr().out
 
 
 def test_on_top_of_a_run_with_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,9 +294,12 @@ torch.set_num_threads(1)
 meet = f"file://{{sys.argv[1]}}/meet"
 dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[2]), world_size=2)
 from test_training import training
-made = training(Path(sys.argv[1]) / "run", int(sys.argv[3]), epochs=2, minutes=float(sys.argv[4]))
+settings = dict(zip(("minutes", "patience"), map(float, sys.argv[4:])))
+made = training(Path(sys.argv[1]) / "run", int(sys.argv[3]), epochs=3 if settings["patience"] else 2, **settings)
 made.model.get_submodule("dropout").p = 0.0
 made.prepared = 1e4 * dist.get_rank()
+if settings["patience"]:  # batch statistics may give each process scores of its own
+    made.evaluate = lambda: {{"accuracy": 50.0 + made.step * dist.get_rank()}}
 made.run()
 dist.barrier()
 sys.stdout.flush()
@@ -304,11 +307,15 @@ os._exit(0)  # gloo's threads may still wait for each other, and an orderly end 
 """
 
 
-def trained_by_two(folder: Path, count: int, minutes: float = 0.0) -> checkpoint.Checkpoint:
+def trained_by_two(
+    folder: Path, count: int, minutes: float = 0, patience: float = 0
+) -> checkpoint.Checkpoint:
     script = folder / "run.py"
     script.write_text(PAIR.format(path=[str(Path(__file__).parent), *sys.path]))
     command = [sys.executable, "-W", "ignore", str(script), str(folder)]
-    pair = [subprocess.Popen([*command, rank, str(count), str(minutes)]) for rank in ("0", "1")]
+    pair = [
+        subprocess.Popen([*command, rank, str(count), str(minutes), str(patience)]) for rank in ("0", "1")
+    ]
     assert [process.wait(timeout=120) for process in pair] == [0, 0]
     found = checkpoint.read(folder / "run")
     assert found is not None
@@ -332,6 +339,12 @@ def test_two_processes_end_together(tmp_path: Path) -> None:
     found = trained_by_two(tmp_path, 22, minutes=60)
     assert found.facts["step"] == 1
     assert found.facts["why_ended"] == "the time of 60 minutes was over"
+
+
+def test_the_first_process_decides_when_patience_is_over(tmp_path: Path) -> None:
+    found = trained_by_two(tmp_path, 22, patience=1)
+    assert found.facts["why_ended"] == "accuracy had not grown for 1 epochs"
+    assert len(found.facts["epochs"]) == 2
 
 
 @pytest.mark.parametrize(

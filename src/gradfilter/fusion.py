@@ -141,7 +141,8 @@ def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node], known:
     first, *_, last = steps.values()
     one_by_one = partial(_one_by_one, [step.run for step in steps.values()])
     parts = (stages.get("expand"), stages["depthwise"], stages["project"])
-    run = _known_or_new(known, parts, lambda: InvertedResidual(*parts, one_by_one))
+    key = (*parts, block.project.add is not None)  # whether a sum is part of it depends on what is frozen
+    run = _known_or_new(known, key, lambda: InvertedResidual(*parts, one_by_one))
     return Step(last.node, run, (*first.args, *last.args[1:]), {})
 
 

@@ -257,7 +257,7 @@ def _pad(func: Any, x: Tensor, pad: Sequence[int], mode: str = "constant", value
 
 
 def _mean(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    keepdim = kwargs.pop("keepdims", keepdim)
+    dim, keepdim = kwargs.pop("axis", dim), kwargs.pop("keepdims", keepdim)
 
     def run(t: Tensor) -> Tensor:
         result: Tensor = func(t, **kwargs) if dim is None else func(t, dim, keepdim, **kwargs)

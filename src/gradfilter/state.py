@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import GradFilterError, nearest
+from .methods import Memory
 
 __all__ = ["load_method_state_", "method_state"]
 
@@ -43,7 +44,7 @@ def load_method_state_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             )
     for name, module in model.named_modules():
         if name in memories:
-            _check_complete(name, module, state)
+            _check_complete(name, module, memories[name], state)
     for memory in memories.values():
         memory.clear()
     for path, value in state.items():
@@ -51,12 +52,12 @@ def load_method_state_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         memories[layer][key] = value.clone()
 
 
-def _check_complete(name: str, module: Any, state: Mapping[str, Tensor]) -> None:
+def _check_complete(name: str, module: Any, memory: Memory, state: Mapping[str, Tensor]) -> None:
     """What a method chose when it was applied must be in the state, or it would forget its choice."""
-    chosen: dict[str, Tensor] = {}
+    chosen: Memory = {}
     module.gradfilter_method.prepare(name, module, chosen)
     for key in chosen:
-        if f"{name}:{key}" not in state:
+        if key in memory and f"{name}:{key}" not in state:  # layers that pass gradients on chose nothing
             raise GradFilterError(
                 f"The method state is for another plan: it lacks {key} of layer {name}, which "
                 f"{type(module.gradfilter_method).__name__} needs."

@@ -32,6 +32,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
     from ..files import write
     from ..progress import Progress
+    from ..training.run_folder import RunFolder
     from ..training.saved import open_run
     from ..training.scoring import scores_of_run
     from ..training.sets import open_sets
@@ -48,10 +49,13 @@ def _run(arguments: argparse.Namespace) -> None:
                 f"{config.data} has the classes {_some(data.classes)}, but {arguments.folder} was trained on "
                 f"{_some(saved.classes)}; give data with the same classes."
             )
-        parts = [data.train, data.test] if arguments.data and data.held_out else [data.test]
+        # of the same size, it is the run's own that has been moved: the rest was trained on
+        is_other = [len(data.train), len(data.test)] != RunFolder.open(arguments.folder).found["samples"]
+        parts = [data.train, data.test] if is_other and data.held_out else [data.test]
         scores = scores_of_run(saved, parts, tell)
+    kind = "pictures" if len(parts) > 1 else "test pictures"
     for name, value in scores.items():
-        print(f"{name.replace('_', ' ')}: {value:.2f} % of {sum(map(len, parts))} test pictures")
+        print(f"{name.replace('_', ' ')}: {value:.2f} % of {sum(map(len, parts))} {kind}")
     if arguments.json:
         write(
             arguments.json, json.dumps({"weights": arguments.weights, "data": config.data, **scores}) + "\n"

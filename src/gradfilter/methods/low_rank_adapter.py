@@ -27,7 +27,7 @@ class LowRankAdapter(Method):
     rank: channels between the two, of each group; no more than the group's weight can have as its rank.
         ``down`` is a layer like the adapted one, ``up`` a 1x1 convolution that starts as zero, so that the
         first forward is the plain one, bit by bit.
-    alpha: the strength of the adapter; the rank if not said.
+    alpha: the strength of the adapter, which is scaled by alpha / rank; the rank if not said.
 
     The two train as ``gradfilter_down`` and ``gradfilter_up`` of the layer; ``gf.merge_`` folds them into its
     weight. The input is kept for ``down``: parameters and optimizer state are saved, activations are not.

@@ -103,11 +103,11 @@ class Job:
     def _sets(self) -> tuple[Samples, Samples, Callable[[Any], Tensor] | None]:
         """Training and test set, and what runs from a cache's features on, if there is a cache."""
         train, test = transformed(self.data, self.config, self.tell)
-        if self.run.found.get("cached"):
+        if self.run.found.get("cached", self.config.cache == "on"):
             try:
                 return self._from_features(train, test)
             except GradFilterError:  # dropout among the frozen layers, no room on the disk ...
-                if self.config.cache == "on":
+                if self.config.cache == "on" or self.run.checkpoint.exists():
                     raise
                 if is_first():
                     self.run.note(cached=False)

@@ -24,7 +24,7 @@ from ..seeding import seeded
 from . import checkpoint
 from .interrupts import StopAsked, ignore_interrupts
 from .order import batches, random_seed
-from .processes import add_up_, added_up, any_of, is_first, my_share
+from .processes import add_up_, added_up, any_of, from_first, is_first, my_share
 from .schedule import rate_at
 from .settings import Loop
 
@@ -256,6 +256,7 @@ class Training:
         waited = len(values) - 1 - history.best
         if self.loop.patience and waited >= self.loop.patience and not history.why_ended:
             history.why_ended = f"{judge} had not grown for {waited} epochs"
+        history.why_ended = from_first(history.why_ended)  # batch statistics differ, and so may scores
         if self.on_epoch is not None and is_first():
             self.on_epoch(history)
 

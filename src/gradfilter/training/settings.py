@@ -92,7 +92,7 @@ class Config(Loop):
         model: a name (`gradfilter models`); if "", MobileNetV2, with an FPN head to segment
         weights: a file, the folder of an earlier run, "auto" for those on this machine, or "none"
         size: side of the pictures; 0 for 224, or 96 where they are small
-        layers: which train: "last:4", "all", "layer4.*" ...; if "", last:4, or to segment all of the new head
+        layers: which train: "last:4", "all", "layer4.*" ...; if "", last:4, or the new head of smp: models
         patch: of gradient filtering
         taps: of gradient filtering: overlap or collapse
         method: another one, as in docs/methods.md: "HOSVD(variance=0.8)" ...
