@@ -295,7 +295,8 @@ meet = f"file://{{sys.argv[1]}}/meet"
 dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[2]), world_size=2)
 from test_training import training
 settings = dict(zip(("minutes", "patience"), map(float, sys.argv[4:])))
-made = training(Path(sys.argv[1]) / "run", int(sys.argv[3]), epochs=3 if settings["patience"] else 2, **settings)
+epochs = 3 if settings["patience"] else 2
+made = training(Path(sys.argv[1]) / "run", int(sys.argv[3]), epochs=epochs, **settings)
 made.model.get_submodule("dropout").p = 0.0
 made.prepared = 1e4 * dist.get_rank()
 if settings["patience"]:  # batch statistics may give each process scores of its own
