@@ -680,6 +680,21 @@ assert len(about) == broken, caught
     )
 
 
+@pytest.mark.usefixtures("vision")
+def test_torchvision_by_its_path() -> None:
+    run(
+        """
+from gradfilter.errors import ModelError
+from gradfilter.models import build
+assert build("torchvision.models:resnet18", classes=3)
+try:
+    build("torchvision:resnet18")
+except ModelError as error:
+    assert str(error).startswith("torchvision has no function resnet18."), error
+"""
+    )
+
+
 def test_weights_that_are_on_the_machine_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the name torchvision gives them, and only if the checksum in that name is theirs."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))

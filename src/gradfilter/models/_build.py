@@ -145,6 +145,8 @@ def _find_factory(module: str, attribute: str) -> Callable[..., Any]:
             f"{name} is no model name: with a colon, it is timm:NAME, smp:HEAD/ENCODER "
             "or package.module:factory."
         )
+    if module.partition(".")[0] == "torchvision":
+        library("torchvision", "vision")  # which may need help to be imported
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
