@@ -21,8 +21,7 @@ from torch.utils import _pytree
 
 from .errors import GradFilterError, nearest
 from .files import replacing
-from .merging import merge_
-from .modules import AdaptedLayer
+from .merging import has_adapters, merge_
 from .surgery import restore_
 
 __all__ = ["Kind", "export", "write_safetensors"]
@@ -83,8 +82,7 @@ def export(
 
 def _plain(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model)
-    has_adapters = any(isinstance(module, AdaptedLayer) for module in copied.modules())
-    return merge_(copied) if has_adapters else restore_(copied)
+    return merge_(copied) if has_adapters(copied) else restore_(copied)
 
 
 def write_safetensors(model: nn.Module, file: str | os.PathLike[str]) -> None:

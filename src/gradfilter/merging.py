@@ -14,7 +14,7 @@ from .errors import GradFilterError
 from .modules import LAYERS, AdaptedLayer, RegionModule
 from .surgery import restore_
 
-__all__ = ["merge_", "without_adapters"]
+__all__ = ["has_adapters", "merge_", "without_adapters"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,9 +43,13 @@ def merge_(model: Model) -> Model:
     return restore_(model)
 
 
+def has_adapters(model: nn.Module) -> bool:
+    return any(isinstance(module, AdaptedLayer) for module in model.modules())
+
+
 def without_adapters(model: nn.Module) -> nn.Module:
     """A copy with its adapters merged; the model itself where it has none, or such as cannot be merged."""
-    if any(isinstance(module, AdaptedLayer) for module in model.modules()):
+    if has_adapters(model):
         with suppress(GradFilterError):
             return merge_(copy.deepcopy(model))
     return model
