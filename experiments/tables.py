@@ -8,6 +8,7 @@ and the list of recipes into docs/recipes.md, from their files.
     python experiments/cached_epochs.py
     python experiments/native_pass.py
     python experiments/kernel_gradient.py
+    python experiments/tiles.py
     python experiments/methods.py
     python experiments/hosvd_speed.py tail, accelerated, eager
     python experiments/peaks.py
@@ -24,6 +25,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -144,15 +146,18 @@ def _native_pass() -> str:
     return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
 
 
-def _kernel_gradient() -> str:
-    record = _record("kernel_gradient")
+def _ways(name: str) -> str:
+    """Several ways to compute the same, side by side: their times, and errors where they are known."""
+    record = _record(name)
     if record is None:
         return MISSING
     ways = list(dict.fromkeys(row["way"] for row in record["rows"]))
-    lines = [["map", *ways]]
+    judged = [way for way in ways if "error" in record["rows"][0]]
+    lines = [["map", *ways, *(f"error of {way}" for way in judged)]]
     for shape in dict.fromkeys(tuple(row["shape"]) for row in record["rows"]):
-        own = {row["way"]: row["ms"] for row in record["rows"] if tuple(row["shape"]) == shape}
-        lines.append([" x ".join(map(str, shape)), *(f"{own[way]:.2f} ms" for way in ways)])
+        own = {row["way"]: row for row in record["rows"] if tuple(row["shape"]) == shape}
+        lines.append([" x ".join(map(str, shape)), *(f"{own[way]['ms']:.2f} ms" for way in ways)])
+        lines[-1] += [f"{own[way]['error']:.1e}" for way in judged]
     return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
 
 
@@ -301,7 +306,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": _steps,
     "cached_epochs": _cached_epochs,
     "native_pass": _native_pass,
-    "kernel_gradient": _kernel_gradient,
+    "kernel_gradient": partial(_ways, "kernel_gradient"),
+    "tiles": partial(_ways, "tiles"),
     "methods": _methods,
     "hosvd_speed": _hosvd_speed,
     "peaks": _peaks,

@@ -7,6 +7,7 @@ give the same numbers without ever leaving the grid.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -434,6 +435,25 @@ def test_gates_on_maps_smaller_than_their_patch(side: int, seed: int) -> None:
     """Gates before max pooling and in residual sums are known as such whatever the size of the map."""
     wrong, _ = compare("residual", gf.GradientFilter(patch=4), "all", side, seed)
     assert not wrong
+
+
+@pytest.mark.parametrize("side", [1, 5])
+def test_a_step_frees_all_its_maps_at_once(side: int) -> None:
+    """None is part of a ring of references, which would wait for the garbage collector."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1))
+    gf.apply_(model, gf.GradientFilter(2))
+    x = torch.randn(2, 3, side, side)
+    model(x).sum().backward()  # what is made only once
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        model(x).sum().backward()
+        gc.collect()
+        left = [found for found in gc.garbage if isinstance(found, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not left
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -251,3 +252,18 @@ def test_wrong_scales_are_refused(scale: Any) -> None:
     with pytest.raises(gf.GradFilterError, match=r"one per channel|greater than 0"):
         gf.scale_quantized_gradients_([(weight, scale)])
     assert torch.equal(weight.grad, torch.ones(3, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [(6, 1, 1), (12, 1, 2), (1, 7, 33), (3, 5, 1), (9, 4, 6)])
+@pytest.mark.parametrize(
+    "lay_out", [lambda t: t, lambda t: t.t().contiguous().t(), lambda t: t.repeat(1, 3)[:, :1]]
+)
+def test_integer_products_of_single_rows_and_columns(
+    sizes: tuple[int, int, int], lay_out: Callable[[Tensor], Tensor]
+) -> None:
+    rows, *columns = sizes
+    a, b = (lay_out(torch.randint(-127, 128, (rows, c), dtype=torch.int8)) for c in columns)
+    one = torch.ones(1, 1)
+    found = integer_product(Int8(a, one), Int8(b, one), 1.0)
+    assert found is not None
+    assert torch.equal(found.double(), a.double().t() @ b.double())

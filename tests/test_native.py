@@ -82,6 +82,43 @@ def test_open_pixels_of_many_on_several_threads() -> None:
     assert torch.equal(Gate().after(y, grid), count_open((y > 0).float(), grid))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.usefixtures("threads")
+def test_finish(dtype: torch.dtype) -> None:
+    assert finished_apart(dtype, shift=0.0) < 8 * torch.finfo(dtype).eps
+
+
+def test_comparison_notices_a_wrong_shift() -> None:
+    assert finished_apart(torch.float64, shift=1e-6) > 1e-9
+
+
+def finished_apart(dtype: torch.dtype, shift: float) -> float:
+    """How far norm, gate and means in one pass are from torch's; gates that are not open in both count 1."""
+    random, apart, compared = Random(3), 0.0, 0  # noqa: S311  shapes, not secrets
+    for _ in range(100):
+        x, grid = draw_maps(random, dtype)
+        if x.numel() == 0 or grid.is_dense:
+            continue
+        gate = random.choice([Gate(), Gate(0.0, 6.0), Gate(-1.0, 1.0)])
+        norm = (torch.rand(x.shape[1], dtype=dtype), torch.randn(x.shape[1], dtype=dtype))
+        limits, bounds = (gate.low, gate.high), gate.bounds(dtype)
+        y = x.clone(memory_format=torch.preserve_format)
+        count, means = native.finish(y, norm, limits, grid.patches[2:], grid.coarse_shape, bounds)
+        scale, shifts = (numbers.view(-1, 1, 1) for numbers in norm)
+        wanted = (x * scale + shifts + shift).clamp(*limits)
+        apart = max(apart, float((y - wanted).abs().max()), float((means - pool(wanted, grid)).abs().max()))
+        apart = max(apart, float((count != gate.after(y, grid)).any()))
+        compared += 1
+    assert compared > 50
+    return apart
+
+
+def test_finish_lets_nan_through() -> None:
+    y = torch.full((1, 2, 2, 2), float("nan")).contiguous(memory_format=torch.channels_last)
+    native.finish(y, (torch.ones(2), torch.ones(2)), (0.0, 6.0), (2, 2), (1, 2, 1, 1), (0.0, 6.0))
+    assert y.isnan().all()
+
+
 @pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.usefixtures("threads")
 def test_through_gate(gate: Gate, use_native: Callable[[bool], None]) -> None:
@@ -89,6 +126,8 @@ def test_through_gate(gate: Gate, use_native: Callable[[bool], None]) -> None:
     for _ in range(50):
         y, grid = draw_maps(random, torch.float64)
         values = pool(torch.randn_like(y), grid).contiguous(memory_format=torch.channels_last)
+        if random.random() < 0.3:  # one number per map, as a mean hands back
+            values = values[:, :, :1, :1].contiguous().expand(values.shape)
         scale = random.choice([None, torch.rand(1, y.shape[1], 1, 1, dtype=y.dtype)])
         if not grid.is_dense:
             kept = gate.after(y, grid)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradfilter as gf
+from gradfilter import native
 from gradfilter.native.inverted_residual import is_built
 from gradfilter.ops import fused
 from gradfilter.ops.inverted_residual import InvertedResidual
@@ -115,6 +116,49 @@ def test_onednn_gives_the_same_numbers(name: str, layout: torch.memory_format) -
     found = differences(model, gf.accelerate_(copy.deepcopy(model)), x)
     assert found.pop("output") < TOLERANCE[torch.float32]
     assert max(found.values()) < 1e-3, found
+
+
+class Narrow(nn.Module):
+    """Pointwise convolutions of small maps, whose weights are larger: with and without bias, gate and sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(24, 24, 1, bias=bias) for bias in (True, False, True, False))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(24) for _ in self.convs)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.norms[0](self.convs[0](self.stem(x))))
+        x = self.norms[1](self.convs[1](x)) + x
+        x = F.relu(self.norms[2](self.convs[2](x)))
+        return self.head(self.norms[3](self.convs[3](x)).mean((2, 3)))
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of all maps whose norm and gate ran in one pass behind a product."""
+    seen, finish = [], native.finish
+
+    def spy(y: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        seen.append(tuple(y.shape))
+        return finish(y, *args)
+
+    monkeypatch.setattr(native, "finish", spy)
+    return seen
+
+
+@pytest.mark.skipif(not native._functions(), reason="the native passes were not built")
+@pytest.mark.parametrize("side", [1, 3, 4])
+@pytest.mark.parametrize("patch", [1, 2, 16])
+def test_norms_behind_products_of_small_maps(side: int, patch: int, finished: list[tuple[int, ...]]) -> None:
+    plain = gf.apply_(with_statistics(Narrow()), gf.GradientFilter(patch), ["convs.*", "head"]).eval()
+    model = plain.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, side, side).to(memory_format=torch.channels_last)
+    found = differences(model, gf.accelerate_(copy.deepcopy(model)), x)
+    assert found.pop("output") < TOLERANCE[torch.float32]
+    assert max(found.values()) < 1e-3, found
+    assert len(finished) == (4 if min(patch, side) > 1 else 0)
 
 
 @pytest.mark.parametrize("mistake", ["factors", "_fold"])

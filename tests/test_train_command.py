@@ -237,6 +237,26 @@ def test_resumed_from_pretrained_weights_and_cached_features(
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "stopped"))
 
 
+def test_a_run_is_tested_and_goes_on_from_any_folder(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data, weights and cache were given as seen from the folder in which it was begun."""
+    from gradfilter.training.loop import Training
+
+    assert train(tmp_path / "first", *STEPS, "--epochs", "1") == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = ["--data", "folder:pictures", "--steps", "6", "--model", "tiny", "--augment", "false"]
+    options += ["--weights", "first/last.safetensors", "--cache", "on", "--cache-folder", "features"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "_take_step", interrupting(3))
+        assert train(tmp_path / "run", *options) == 130
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run("train", "--resume", tmp_path / "run") == 0
+    assert run("eval", tmp_path / "run") == 0
+    assert not list(Path().iterdir())
+
+
 def test_another_seed_is_another_training(tmp_path: Path) -> None:
     for seed in (0, 1):
         assert train(tmp_path / str(seed), *STEPS, "--epochs", "1", "--seed", seed) == 0

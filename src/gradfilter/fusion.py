@@ -9,6 +9,7 @@ from collections.abc import Callable, Container
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -124,9 +125,12 @@ def _fused_step(chain: Chain, modules: dict[str, Any], frozen: set[Node], known:
     if chain.conv in frozen:
         return Step(last, fused.frozen, (x,), {}, fused)
     run = None if kind.is_gate else kind.run_
-    norm, run_fused = (None, _run_with_norm) if fused.norm_trains else (fused.norm, _run_layer)
-    followers = Followers(norm, None, run_activation=run, slope=kind.slope)
-    return Step(last, partial(_trained, fused, partial(run_fused, fused, followers)), (x,), {}, fused)
+    if fused.norm_trains:
+        run_fused = partial(_run_with_norm, fused, Followers(None, None, run, kind.slope))
+    else:
+        followers = Followers(fused.norm, None, run, kind.slope)
+        run_fused = partial(_run_layer, fused, followers, replace(followers, finish=fused.finish))
+    return Step(last, partial(_trained, fused, run_fused), (x,), {}, fused)
 
 
 def _known_or_new(known: Known, key: Any, make: Callable[[], Any]) -> Any:
@@ -173,9 +177,14 @@ def _trained(fused: FusedConv, run: Callable[[Tensor], Tensor], x: Tensor) -> Te
     return fused.activation.run_(y)
 
 
-def _run_layer(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:
+def _run_layer(fused: FusedConv, followers: Followers, finishing: Followers, x: Tensor) -> Tensor:
     conv: Any = fused.conv
-    return run_layer(x, conv.weight, conv.bias, _call(fused, fused.trained, followers, x))
+    call = _call(fused, fused.trained, followers, x)
+    method: Any = call.method
+    patches = call.geometry.output_grid(method.patches(call.geometry)).patches
+    if 1 < prod(patches) < 256 and method.forward.__func__ is Method.forward and fused.finishes(x):
+        call = replace(call, forward=fused.unfinished, followers=finishing)
+    return run_layer(x, conv.weight, conv.bias, call)
 
 
 def _run_with_norm(fused: FusedConv, followers: Followers, x: Tensor) -> Tensor:

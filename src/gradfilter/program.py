@@ -11,6 +11,7 @@ import hashlib
 import weakref
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -275,18 +276,28 @@ class Program:
             return None  # nn.DataParallel's replicas share this program, but not its modules
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             return None
-        if not all(type(a) is Tensor for a in args):
+        if not all(type(a) is Tensor for a in args) or _is_watched():
             return None
-        parameters = [p for owned in filter(None, self._parameters) for p in owned.values() if p is not None]
+        parameters = chain.from_iterable(map(dict.values, self._parameters))
         key = (
             torch.is_grad_enabled() and tuple(map(_requires_grad, args)),
             tuple(map(_training, self._modules)),
-            tuple(map(_requires_grad, parameters)),
+            tuple([p is not None and p.requires_grad for p in parameters]),
         )
         ready = self._ready.get(key)
         if ready is None:
             ready = self._ready[key] = _make_ready(module, args, self.calibration, self._fused)
         return ready if len(ready.inputs) == len(args) else None
+
+
+def _is_watched() -> bool:
+    """Whether calls of torch's operators are recorded or transformed now: the native passes are none."""
+    c: Any = torch._C
+    return (
+        c._get_tracing_state() is not None
+        or c._functorch.peek_interpreter_stack() is not None
+        or c._len_torch_dispatch_stack() > 0
+    )
 
 
 def _hooks(modules: list[nn.Module]) -> list[Any]:

@@ -60,7 +60,7 @@ class Settings:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: str = "cpu"
     threads: int = 2
-    rounds: int = 15
+    rounds: int = 31
 
     @property
     def chosen_method(self) -> Method:

@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
         if name == "step":
             _add_step(kind)
         kind.add_argument("--batch", type=count, default=8, help="pictures in a batch (default: 8)")
-        rounds = 15 if name == "step" else 9
+        rounds = 31 if name == "step" else 9
         kind.add_argument(
             "--rounds", type=count, default=rounds, help="measurements per method (default: %(default)s)"
         )

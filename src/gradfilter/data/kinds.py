@@ -14,7 +14,7 @@ from .download import Archive, fetch
 from .request import Request
 from .samples import Data, Task
 
-__all__ = ["KINDS", "Kind", "open_data"]
+__all__ = ["KINDS", "Kind", "located", "open_data"]
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,18 @@ def open_data(
     if not kind:
         kind = _recognised(path, task)
     return _usable(KINDS[kind].open(Request(path, _known_task(kind, task), holdout, seed, ignore)), path)
+
+
+def located(spec: str) -> str:
+    """The same text, with a path that is understood from any folder.
+
+    >>> located("digits"), located("cifar10:/data")
+    ('digits', 'cifar10:/data')
+    """
+    name, _, rest = spec.partition(":")
+    if name in KINDS:
+        return f"{name}:{Path(rest).expanduser().absolute()}" if rest else spec
+    return str(Path(spec).expanduser().absolute())
 
 
 def _parse(spec: str) -> tuple[str, Path]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ __all__ = [
     "decode_blocks",
     "depthwise",
     "encode_blocks",
+    "finish",
     "fits",
     "fits_blocks",
     "is_channels_last",
+    "is_one_per_map",
     "max_pool",
     "max_pool_back",
     "open_bits",
@@ -39,23 +41,31 @@ _SUFFIX = {torch.float32: "float", torch.float64: "double"}
 _P, _L, _D, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_int
 _ARGUMENTS = {
     "gf_patches": [_P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _D, _I],
+    "gf_finish": [_P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _D, _D, _D, _I],
     "gf_both": [_P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _D, _D, _D, _I],
     "gf_max_pool": [_P, _P, _P, _L, _L, _P, _P, _D, _D, _I],
     "gf_max_pool_back": [_P, _P, _P, _P, _L, _L, _P, _P, _I],
-    "gf_gate": [_P, _P, _P, _P, _P, _L, _L, _L, _D, _I],
+    "gf_gate": [_P, _P, _P, _P, _P, _L, _L, _L, _D, _I, _I],
     "gf_open_bits": [_P, _P, _L, _D, _D, _I],
     "gf_through_bits": [_P, _P, _P, _P, _L, _L, _D, _I],
     "gf_depthwise": [_P, _P, _P, _P, _P, _P, _P, _L, _L, _P, _P, _P, _P, _I],
     "gf_encode": [_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _I],
     "gf_decode": [_P, _P, _P, _L, _L, _L, _I],
 }
-_INVERTED_RESIDUAL = {
+_Signatures = dict[str, tuple[list[Any], Any]]  # arguments, result
+_INVERTED_RESIDUAL: _Signatures = {
     "gf_inverted_residual": ([_P, _P, _P, _P, _P, _P, _P, _I], None),
     "gf_inverted_residual_scratch": ([_P, _I], _L),
 }
-_KERNEL_GRADIENT = {
+_KERNEL_GRADIENT: _Signatures = {
     "gf_kernel_gradient": ([_P, _P, _P, _P, _P, _I], None),
     "gf_kernel_gradient_scratch": ([_P, _I], _L),
+}
+_WINOGRAD: _Signatures = {
+    "gf_winograd": ([_P, _P, _P, _P, _P, _P, _D, _D, _P, _I], None),
+    "gf_winograd_pack": ([_P, _L, _L, _P, _P, _I], None),
+    "gf_winograd_packed": ([_L, _L], _L),
+    "gf_winograd_scratch": ([_P, _I], _L),
 }
 
 
@@ -78,6 +88,8 @@ def _functions() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
     float_only = _INVERTED_RESIDUAL if library.gf_has_vectors() else {}
     if float_only and library.gf_kernel_gradient_is_fast():
         float_only = float_only | _KERNEL_GRADIENT
+    if float_only and library.gf_winograd_is_fast():
+        float_only = float_only | _WINOGRAD
     for name, (arguments, result) in float_only.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
@@ -102,22 +114,25 @@ def fits(*tensors: Tensor | None) -> bool:
     functions = _functions()
     if not functions:
         return False
-    dtype = next(t.dtype for t in tensors if t is not None)
-    return ("gf_gate", dtype) in functions and all(
-        t is None
-        or (
-            type(t) is Tensor
-            and t.numel() > 0
-            and t.dtype == dtype
-            and t.device.type == "cpu"
-            and is_channels_last(t)
-        )
-        for t in tensors
-    )
+    given = [t for t in tensors if t is not None]
+    dtype = given[0].dtype
+    if ("gf_gate", dtype) not in functions:
+        return False
+    for t in given:  # asked many times in a step: not as one expression, which would be slower
+        if type(t) is not Tensor or t.dtype != dtype or t.device.type != "cpu" or t.numel() == 0:
+            return False
+        if not is_channels_last(t) or t.is_neg():
+            return False
+    return True
 
 
 def is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def is_one_per_map(tensor: Tensor) -> bool:
+    """Whether the maps of a tensor are constant, by its strides: what comes back through a mean is."""
+    return tensor.dim() == 4 and tensor.stride() == (tensor.shape[1], 1, 0, 0)
 
 
 def open_pixels_and_means(
@@ -129,6 +144,24 @@ def open_pixels_and_means(
     _functions()["gf_patches", y.dtype](
         y.data_ptr(), means.data_ptr(), count.data_ptr(), n, height, width, channels, *sides, *bounds,
         torch.get_num_threads(),
+    )  # fmt: skip
+    return count, means
+
+
+def finish(
+    y: Tensor,
+    norm: tuple[Tensor, Tensor],
+    limits: tuple[float, float],
+    sides: Sequence[int],
+    coarse_shape: Sequence[int],
+    bounds: tuple[float, float],
+) -> tuple[Tensor, Tensor]:
+    """Make y what the norm, ``y * scale + shift``, has within the limits; then ``open_pixels_and_means``."""
+    count, means = _empty(coarse_shape, torch.uint8), _empty(coarse_shape, y.dtype)
+    n, channels, height, width = y.shape
+    _functions()["gf_finish", y.dtype](
+        y.data_ptr(), norm[0].data_ptr(), norm[1].data_ptr(), means.data_ptr(), count.data_ptr(),
+        n, height, width, channels, *sides, *bounds, *limits, torch.get_num_threads(),
     )  # fmt: skip
     return count, means
 
@@ -183,11 +216,11 @@ def max_pool_back(
 
 def through_gate(grad: Tensor, count: Tensor, scale: Tensor | None, per_pixel: Tensor, shut: float) -> Tensor:
     """grad * scale * (share of open pixels, of which ``count`` are; shut ones pass ``shut``)."""
-    made = torch.empty_like(grad)
+    made = _empty(grad.shape, grad.dtype)
     n, channels, height, width = grad.shape
     _functions()["gf_gate", grad.dtype](
         grad.data_ptr(), count.data_ptr(), _pointer(scale), per_pixel.data_ptr(), made.data_ptr(),
-        n, height * width, channels, shut, torch.get_num_threads(),
+        n, height * width, channels, shut, is_one_per_map(grad), torch.get_num_threads(),
     )  # fmt: skip
     return made
 

@@ -15,8 +15,8 @@ from pathlib import Path
 __all__ = ["LIBRARY", "build"]
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("kernels.cpp", "inverted_residual.cpp", "kernel_gradient.cpp")]
-HEADERS = [HERE / name for name in ("parallel.h", "vectors.h")]
+SOURCES = sorted(HERE.glob("*.cpp"))
+HEADERS = sorted(HERE.glob("*.h"))
 _TEXT = b"".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
 # Named after its sources: a library of another version is never loaded. ctypes takes ".so" everywhere.
 LIBRARY = HERE / f"kernels-{hashlib.sha256(_TEXT).hexdigest()[:8]}.so"

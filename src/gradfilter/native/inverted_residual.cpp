@@ -9,38 +9,24 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "parallel.h"
-#include "vectors.h"
+#include "products.h"
 
 namespace {
-constexpr long WIDEST = 3;  // vectors of a panel
-
 struct Activation {
   enum Kind { BOUNDED, LEAKY, HARDSWISH } kind;
   float low, high;  // bounds; of LEAKY, low is the slope
 };
 
-INLINE Vec bounded(Vec x, float low, float high) {
-  const Vec lows = low - Vec{}, highs = high - Vec{};
-  x = x < lows ? lows : x;  // NaN stays
-  return x > highs ? highs : x;
-}
-
-INLINE Vec activated(Vec x, const Activation &kind) {
-  if (kind.kind == Activation::BOUNDED) return bounded(x, kind.low, kind.high);
-  if (kind.kind == Activation::LEAKY) return x < Vec{} ? x * kind.low : x;
+// The kind is known where a loop is compiled: asking at every vector took a tenth of a block's time.
+template <Activation::Kind KIND>
+INLINE Vec activated(Vec x, const Activation &with) {
+  if (KIND == Activation::BOUNDED) return bounded(x, with.low, with.high);
+  if (KIND == Activation::LEAKY) return x < Vec{} ? x * with.low : x;
   return x * bounded(x + 3.0f, 0.0f, 6.0f) * (1.0f / 6.0f);
 }
 
 struct Axis {
   long size, outputs, kernel, stride, padding;
-};
-
-// Channels as vectors, and vectors as panels of nearly equal width.
-struct Panels {
-  long vectors, count;
-  explicit Panels(long channels) : vectors((channels + LANES - 1) / LANES), count((vectors + WIDEST - 1) / WIDEST) {}
-  long begin(long panel) const { return vectors * panel / count; }
 };
 
 // ------------------------------------------------------------------------------------------------- what fits the cache
@@ -90,23 +76,8 @@ struct Block : Job, Shape {
 
 // ------------------------------------------------------------------------------------------------- products
 
-// sum[r] += a[r] x b, where b is one panel of packed weights.
-template <int ROWS, int VECS>
-INLINE void multiply(const float *const (&a)[ROWS], long depth, const float *b, Vec (&sum)[ROWS][VECS]) {
-  for (long k = 0; k < depth; k++, b += VECS * LANES) {
-    Vec weights[VECS];
-    UNROLL for (int v = 0; v < VECS; v++) weights[v] = load(b + v * LANES);
-    UNROLL for (int r = 0; r < ROWS; r++)
-      UNROLL for (int v = 0; v < VECS; v++) sum[r][v] += a[r][k] * weights[v];
-  }
-}
-
-// Pixels at a time, so that sums fill the registers. Past the last pixel, that one is worked on several times.
-template <int VECS>
-constexpr int ROWS = VECS == 1 ? 8 : VECS == 2 ? 6 : 4;
-
 // One panel of hidden channels of `count` pixels, into planes of one vector each whose rows are padded.
-template <int VECS>
+template <int VECS, Activation::Kind KIND>
 INLINE void expand_panel(const Block &job, const float *x, long count, long vector, float *hidden) {
   const float *weights = job.expand + vector * LANES * job.inputs, *bias = job.expand_bias + vector * LANES;
   long column = 0;
@@ -124,7 +95,7 @@ INLINE void expand_panel(const Block &job, const float *x, long count, long vect
       UNROLL for (int v = 0; v < VECS; v++) sum[r][v] = load(bias + v * LANES);
     multiply<ROWS<VECS>, VECS>(from, job.inputs, weights, sum);
     UNROLL for (int r = 0; r < ROWS<VECS>; r++)
-      UNROLL for (int v = 0; v < VECS; v++) store(to[r] + v * job.plan.plane, activated(sum[r][v], job.first));
+      UNROLL for (int v = 0; v < VECS; v++) store(to[r] + v * job.plan.plane, activated<KIND>(sum[r][v], job.first));
   }
 }
 
@@ -158,7 +129,12 @@ INLINE void project_panel(const Block &job, const float *strip, long depth, long
 // Each a function of its own, which has all registers to itself.
 #define EXPAND(NAME, VECS)                                                                                         \
   EACH_PROCESSOR void NAME(const Block &job, const float *x, long count, long vector, float *hidden) {             \
-    expand_panel<VECS>(job, x, count, vector, hidden);                                                             \
+    if (job.first.kind == Activation::BOUNDED)                                                                     \
+      expand_panel<VECS, Activation::BOUNDED>(job, x, count, vector, hidden);                                      \
+    else if (job.first.kind == Activation::LEAKY)                                                                  \
+      expand_panel<VECS, Activation::LEAKY>(job, x, count, vector, hidden);                                        \
+    else                                                                                                           \
+      expand_panel<VECS, Activation::HARDSWISH>(job, x, count, vector, hidden);                                    \
   }
 #define PROJECT(NAME, VECS)                                                                                        \
   EACH_PROCESSOR void NAME(const Block &job, const float *strip, long depth, long start, long count, long vector,  \
@@ -174,33 +150,61 @@ PROJECT(project_3, 3)
 
 // ------------------------------------------------------------------------------------------------- depthwise
 
-template <int STRIDE, int COUNT>
+constexpr int ANY = 0;  // a kernel of any size
+
+template <int STRIDE, int KERNEL, Activation::Kind KIND, int COUNT>
 INLINE void depthwise_columns(const Block &job, const float *hidden, long line, const float *weight, Vec bias, float *to,
                               long step) {
+  const long height = KERNEL == ANY ? job.h.kernel : KERNEL, width = KERNEL == ANY ? job.w.kernel : KERNEL;
   Vec sum[COUNT];
   UNROLL for (int c = 0; c < COUNT; c++) sum[c] = bias;
-  for (long a = 0; a < job.h.kernel; a++, hidden += line)
-    for (long b = 0; b < job.w.kernel; b++, weight += LANES) {
+  for (long a = 0; a < height; a++, hidden += line)
+    for (long b = 0; b < width; b++, weight += LANES) {
       const Vec tap = load(weight);
       UNROLL for (int c = 0; c < COUNT; c++) sum[c] += tap * load(hidden + (b + c * STRIDE) * LANES);
     }
-  UNROLL for (int c = 0; c < COUNT; c++) store(to + c * step, activated(sum[c], job.second));
+  UNROLL for (int c = 0; c < COUNT; c++) store(to + c * step, activated<KIND>(sum[c], job.second));
 }
 
 // `rows` rows of the strip, one vector of channels. What is written past the end of a row is overwritten by the next.
-template <int STRIDE>
-INLINE void depthwise_rows(const Block &job, const float *hidden, long vector, long rows, float *to,
-                           long step) {
+template <int STRIDE, int KERNEL, Activation::Kind KIND>
+INLINE void depthwise_rows(const Block &job, const float *hidden, long vector, long rows, float *to, long step) {
   const float *weight = job.depthwise + vector * LANES * job.h.kernel * job.w.kernel;
   const Vec bias = load(job.depthwise_bias + vector * LANES);
   for (long i = 0; i < rows; i++, hidden += STRIDE * job.plan.line, to += job.w.outputs * step) {
     long j = 0;
     for (; j + COLUMNS / 2 < job.w.outputs; j += COLUMNS)
-      depthwise_columns<STRIDE, COLUMNS>(job, hidden + j * STRIDE * LANES, job.plan.line, weight, bias, to + j * step, step);
+      depthwise_columns<STRIDE, KERNEL, KIND, COLUMNS>(job, hidden + j * STRIDE * LANES, job.plan.line, weight, bias,
+                                                       to + j * step, step);
     if (j < job.w.outputs)
-      depthwise_columns<STRIDE, COLUMNS / 2>(job, hidden + j * STRIDE * LANES, job.plan.line, weight, bias, to + j * step,
-                                             step);
+      depthwise_columns<STRIDE, KERNEL, KIND, COLUMNS / 2>(job, hidden + j * STRIDE * LANES, job.plan.line, weight, bias,
+                                                           to + j * step, step);
   }
+}
+
+template <int STRIDE, int KERNEL>
+INLINE void depthwise_kind(const Block &job, const float *hidden, long vector, long rows, float *to, long step) {
+  if (job.second.kind == Activation::BOUNDED)
+    depthwise_rows<STRIDE, KERNEL, Activation::BOUNDED>(job, hidden, vector, rows, to, step);
+  else if (job.second.kind == Activation::LEAKY)
+    depthwise_rows<STRIDE, KERNEL, Activation::LEAKY>(job, hidden, vector, rows, to, step);
+  else
+    depthwise_rows<STRIDE, KERNEL, Activation::HARDSWISH>(job, hidden, vector, rows, to, step);
+}
+
+template <int STRIDE>
+INLINE void depthwise_kernel(const Block &job, const float *hidden, long vector, long rows, float *to, long step) {
+  if (job.h.kernel == 3 && job.w.kernel == 3)
+    depthwise_kind<STRIDE, 3>(job, hidden, vector, rows, to, step);
+  else
+    depthwise_kind<STRIDE, ANY>(job, hidden, vector, rows, to, step);
+}
+
+EACH_PROCESSOR void depthwise(const Block &job, const float *hidden, long vector, long rows, float *to, long step) {
+  if (job.w.stride == 1)
+    depthwise_kernel<1>(job, hidden, vector, rows, to, step);
+  else
+    depthwise_kernel<2>(job, hidden, vector, rows, to, step);
 }
 
 // ------------------------------------------------------------------------------------------------- a tile
@@ -298,11 +302,7 @@ INLINE void run_strips(const Block &job, const Tile &tile, const Chunk &chunk, c
     const long rows = std::min(job.plan.strip, tile.rows - i), at = i * job.w.outputs * job.outputs;
     for (long v = chunk.begin; v < chunk.end; v++) {
       const float *from = hidden + (v - chunk.begin) * job.plan.plane + i * job.h.stride * job.plan.line;
-      float *to = strip + (v - chunk.begin) * LANES;
-      if (job.w.stride == 1)
-        depthwise_rows<1>(job, from, v, rows, to, chunk.channels());
-      else
-        depthwise_rows<2>(job, from, v, rows, to, chunk.channels());
+      depthwise(job, from, v, rows, strip + (v - chunk.begin) * LANES, chunk.channels());
     }
     const float *other = tile.other ? tile.other + at : nullptr;
     project_strip(job, strip, chunk, rows * job.w.outputs, other, tile.y + at);

@@ -76,32 +76,85 @@ INLINE void pool_any(const Patches<T> &job, const T *first, long rows, long colu
   for (long c = 0; c < channels; c++) means[c] *= share;
 }
 
+// The rows of a map that one row of patches covers.
+struct Band {
+  long offset, rows;
+};
+
+template <class T>
+INLINE Band band_of(const Patches<T> &job, long number) {
+  const long patches_h = (job.height + job.side_h - 1) / job.side_h;
+  const long top = number % patches_h * job.side_h;
+  const long offset = (number / patches_h * job.height + top) * job.width * job.channels;
+  return {offset, std::min(job.side_h, job.height - top)};
+}
+
+template <class T>
+INLINE Share my_bands(const Patches<T> &job) {
+  return my_share(job, job.batch * ((job.height + job.side_h - 1) / job.side_h));
+}
+
+template <class T>
+INLINE void pool_band(const Patches<T> &job, long number) {
+  const Band band = band_of(job, number);
+  const long patches_w = (job.width + job.side_w - 1) / job.side_w;
+  for (long j = 0; j < patches_w; j++) {
+    const long left = j * job.side_w, columns = std::min(job.side_w, job.width - left);
+    const long patch = (number * patches_w + j) * job.channels;
+    T *means = job.means + patch;
+    uint8_t *open = job.open + patch;
+    const T *first = job.y + band.offset + left * job.channels;
+    if (band.rows == 2 && columns == 2)
+      pool_two_by_two(job, first, first + job.width * job.channels, means, open);
+    else
+      pool_any(job, first, band.rows, columns, means, open);
+  }
+}
+
 template <class T>
 INLINE void pool_share(void *given) {
   const Patches<T> &job = *static_cast<Patches<T> *>(given);
-  const long patches_h = (job.height + job.side_h - 1) / job.side_h;
-  const long patches_w = (job.width + job.side_w - 1) / job.side_w;
-  const Share mine = my_share(job, job.batch * patches_h);
-  for (long item = mine.begin; item < mine.end; item++) {
-    const long top = item % patches_h * job.side_h;
-    const long rows = std::min(job.side_h, job.height - top);
-    const T *line = job.y + (item / patches_h * job.height + top) * job.width * job.channels;
-    for (long j = 0; j < patches_w; j++) {
-      const long left = j * job.side_w, columns = std::min(job.side_w, job.width - left);
-      const long patch = (item * patches_w + j) * job.channels;
-      T *means = job.means + patch;
-      uint8_t *open = job.open + patch;
-      const T *first = line + left * job.channels;
-      if (rows == 2 && columns == 2)
-        pool_two_by_two(job, first, first + job.width * job.channels, means, open);
-      else
-        pool_any(job, first, rows, columns, means, open);
+  const Share mine = my_bands(job);
+  for (long number = mine.begin; number < mine.end; number++) pool_band(job, number);
+}
+
+// The same behind a norm and a gate, y = min(max(y * scale + shift, least), most), while y is in the cache.
+template <class T>
+struct Finish : Patches<T> {
+  T *written;  // y
+  const T *scale, *shift;
+  T least, most;
+};
+
+template <class T>
+INLINE void finish_band(const Finish<T> &job, long number) {
+  const Band band = band_of(job, number);
+  const T *scale = job.scale, *shift = job.shift;
+  const T least = job.least, most = job.most;
+  for (long pixel = 0; pixel < band.rows * job.width; pixel++) {
+    T *y = job.written + band.offset + pixel * job.channels;
+    for (long c = 0; c < job.channels; c++) {
+      const T value = y[c] * scale[c] + shift[c];
+      const T above = value < least ? least : value;  // NaN stays
+      y[c] = above > most ? most : above;
     }
+  }
+}
+
+template <class T>
+INLINE void finish_share(void *given) {
+  const Finish<T> &job = *static_cast<Finish<T> *>(given);
+  const Share mine = my_bands(job);
+  for (long number = mine.begin; number < mine.end; number++) {
+    finish_band(job, number);
+    pool_band(job, number);
   }
 }
 
 EACH_PROCESSOR void pool_float(void *job) { pool_share<float>(job); }
 EACH_PROCESSOR void pool_double(void *job) { pool_share<double>(job); }
+EACH_PROCESSOR void finish_float(void *job) { finish_share<float>(job); }
+EACH_PROCESSOR void finish_double(void *job) { finish_share<double>(job); }
 }  // namespace
 
 #define PATCHES(NAME, T, BODY)                                                                                     \
@@ -112,6 +165,17 @@ EACH_PROCESSOR void pool_double(void *job) { pool_share<double>(job); }
   }
 PATCHES(gf_patches_float, float, pool_float)
 PATCHES(gf_patches_double, double, pool_double)
+
+#define FINISH(NAME, T, BODY)                                                                                      \
+  EXPORT void NAME(T *y, const T *scale, const T *shift, T *means, uint8_t *open, long batch, long height,         \
+                   long width, long channels, long side_h, long side_w, double low, double high, double least,     \
+                   double most, int threads) {                                                                     \
+    Patches<T> patches{{}, y, means, open, batch, height, width, channels, side_h, side_w, T(low), T(high)};       \
+    Finish<T> job{patches, y, scale, shift, T(least), T(most)};                                                    \
+    run(BODY, job, batch * height * width * channels, threads);                                                    \
+  }
+FINISH(gf_finish_float, float, finish_float)
+FINISH(gf_finish_double, double, finish_double)
 
 // ------------------------------------------------------------------------------------------------- two gates in a row
 // In how many pixels of each patch both y and `term` are inside their bounds.
@@ -340,6 +404,7 @@ struct Gate : Job {
   T *result;
   long maps, patches, channels;
   T shut;
+  bool grad_per_map;     // one number per channel for all patches of a map
 };
 
 template <class T>
@@ -348,7 +413,7 @@ INLINE void gate_share(void *given) {
   const long channels = job.channels;
   const Share mine = my_share(job, job.maps * job.patches);
   for (long p = mine.begin; p < mine.end; p++) {
-    const T *grad = job.grad + p * channels;
+    const T *grad = job.grad + (job.grad_per_map ? p / job.patches : p) * channels;
     const uint8_t *open = job.open + p * channels;
     const T *scale = job.scale;
     T *result = job.result + p * channels;
@@ -366,8 +431,8 @@ EACH_PROCESSOR void gate_double(void *job) { gate_share<double>(job); }
 
 #define GATE(NAME, T, BODY)                                                                                        \
   EXPORT void NAME(const T *grad, const uint8_t *open, const T *scale, const T *per_pixel, T *result, long maps,   \
-                   long patches, long channels, double shut, int threads) {                                        \
-    Gate<T> job{{}, grad, open, scale, per_pixel, result, maps, patches, channels, T(shut)};                       \
+                   long patches, long channels, double shut, int grad_per_map, int threads) {                      \
+    Gate<T> job{{}, grad, open, scale, per_pixel, result, maps, patches, channels, T(shut), grad_per_map != 0};    \
     run(BODY, job, maps *patches *channels, threads);                                                              \
   }
 GATE(gf_gate_float, float, gate_float)

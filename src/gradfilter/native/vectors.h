@@ -32,3 +32,9 @@ INLINE void store_some(float *to, Vec value, long lanes) {
   else
     std::memcpy(to, &value, lanes * sizeof(float));
 }
+
+INLINE Vec bounded(Vec x, float low, float high) {
+  const Vec lows = low - Vec{}, highs = high - Vec{};
+  x = x < lows ? lows : x;  // NaN stays
+  return x > highs ? highs : x;
+}

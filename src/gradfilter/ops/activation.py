@@ -89,7 +89,8 @@ class Gate(NamedTuple):
         return self.shut == 0 and not grid.is_dense
 
     def times(self, values: Tensor, kept: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
-        if _is_native(values, grid) and native.is_channels_last(kept):
+        one = values[:, :, :1, :1] if native.is_one_per_map(values) else values
+        if _is_native(one, grid) and native.is_channels_last(kept):
             return native.through_gate(values, kept, scale, per_pixel(grid, values.dtype), self.shut)
         if grid.is_dense and native.fits(values):
             return native.through_bits(values, kept, scale, self.shut)

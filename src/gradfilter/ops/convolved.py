@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..geometry import ConvGeometry
 from ..grid import Grid, pixels, pool, regrid
-from ..native import kernel_gradient
+from ..native import kernel_gradient, winograd
 from .exact_conv import Gradients, Want, stand_in
 from .layout import kernel_rows
 from .taps import tap_matrix, work_axis
@@ -40,6 +41,8 @@ class Convolved:
             kernel_gradient.Axis(size, outputs, a.columns, a.stride, a.padding, a.dilation)
             for a, size, outputs in sizes
         ]
+        # Of the convolution that the input gradient is.
+        self.padding_back: Any = tuple(a.columns - 1 - a.padding for a in self.axes)
         self.pixels_out = prod(a.out_patch for a in self.axes)
         self.matrix = tap_matrix(self.axes)
         self._matrices: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
@@ -68,12 +71,27 @@ class Convolved:
         native = want.weight and self.geometry.groups == 1 and kernel_gradient.fits(grad, x, self.native_axes)
         if native:
             kernel_grad = kernel_gradient.kernel_gradient(grad, x, self.native_axes)
-        by_torch = Want(want.x, want.weight and not native)
+        in_tiles = want.x and self._runs_in_tiles(grad)
+        if in_tiles:
+            back = winograd.pack(kernel.transpose(0, 1).flip(2, 3), None)
+            x_grad = winograd.run(grad, back, self.padding_back)
+        by_torch = Want(want.x and not in_tiles, want.weight and not native)
         if any(by_torch):
             arguments = (None, *self._settings(), [*by_torch, False])
-            x_grad, found, _ = aten.convolution_backward(grad, x, kernel, *arguments)
-            kernel_grad = kernel_grad if native else found
+            *found, _ = aten.convolution_backward(grad, x, kernel, *arguments)
+            x_grad = x_grad if in_tiles else found[0]
+            kernel_grad = kernel_grad if native else found[1]
         return Gradients(None if x_grad is None else self._per_pixel(x_grad), kernel_grad)
+
+    def _runs_in_tiles(self, grad: Tensor) -> bool:
+        """Whether the input gradient is a 3x3 convolution that winograd.cpp is faster at."""
+        plain = all(a.columns == 3 and a.stride == a.dilation == 1 for a in self.axes)
+        return (
+            plain
+            and len(self.axes) == 2
+            and self.geometry.groups == 1
+            and winograd.fits(grad, self.geometry.x_shape[1], self.padding_back)
+        )
 
     def _per_pixel(self, x_grad: Tensor) -> Tensor:
         share = pixels(self.work_in, x_grad)

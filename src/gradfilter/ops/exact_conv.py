@@ -45,6 +45,9 @@ def exact_backward(
             a.size_in - ((a.size_out - 1) * a.stride - 2 * a.pad + a.dilation * (a.kernel - 1) + 1)
             for a in axes
         ]
+        if grad.dtype == torch.bfloat16:
+            # oneDNN of torch 2.13 crashes on other layouts, on processors that have bfloat16 themselves.
+            grad, source = grad.contiguous(), source.contiguous()
     x_grad, weight_grad, _ = torch.ops.aten.convolution_backward(
         grad,
         source,

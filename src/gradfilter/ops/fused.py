@@ -1,7 +1,8 @@
-"""Convolution, batch norm with fixed statistics, residual sum and activation in one call of oneDNN.
+"""Convolution, batch norm with fixed statistics, residual sum and activation in one call.
 
-The norm is folded into the weight. Where oneDNN does not serve (not float32, not on a CPU) the same parts run
-one after the other, in place. Results differ from the separate modules by rounding.
+The norm is folded into the weight. 3x3 convolutions of large maps run natively (winograd.cpp), all others in
+oneDNN. Where that does not serve (not float32, not on a CPU) the same parts run one after the other, in
+place. Results differ from the separate modules by rounding.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import native
 from ..calls import conv_geometry
 from ..geometry import ConvGeometry
+from ..grid import Grid
+from ..native import winograd
 from .activation import Gate, Slope, SlopeKind
 from .layout import rows
+from .means import remember_means
 
 __all__ = [
     "HARDSWISH",
@@ -32,6 +37,9 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+_ENDLESS = float("inf")
+_EVERYTHING = (-_ENDLESS, _ENDLESS), (float("nan"), float("nan"))  # as limits, as bounds of a gate
+_MANY_PIXELS = 1024  # of a batch: with fewer, packing a weight takes longer than is gained
 
 
 class Activation(NamedTuple):
@@ -45,6 +53,12 @@ class Activation(NamedTuple):
     @property
     def is_gate(self) -> bool:
         return isinstance(self.slope, Gate)
+
+    @property
+    def limits(self) -> tuple[float, ...] | None:
+        """Within which it keeps values, if that is all it does."""
+        known = {"none": _EVERYTHING[0], "relu": (0.0, _ENDLESS), "hardtanh": self.numbers}
+        return known.get(self.name)
 
 
 NONE = Activation("none", (), lambda x: x, None)
@@ -79,6 +93,14 @@ def activation_of(module: nn.Module) -> Activation | None:
     return {nn.SiLU: SILU, nn.Hardswish: HARDSWISH}.get(kind)
 
 
+class _Folded(NamedTuple):
+    """Weight and bias with the norm in them, and what they were made of."""
+
+    state: list[Any]
+    weight: Tensor | winograd.Packed
+    bias: Tensor | None
+
+
 class FusedConv:
     """A convolution, a norm with fixed statistics, and an activation; the modules stay owners of all numbers.
 
@@ -87,21 +109,28 @@ class FusedConv:
 
     def __init__(self, conv: nn.Conv2d, norm: Any = None, activation: Activation = NONE) -> None:
         self.conv, self.norm, self.activation = conv, norm, activation
-        self._folded: tuple[list[Any], Tensor, Tensor | None] | None = None
+        self._folded: dict[bool, _Folded] = {}  # in tiles, and not: one layer may run on large and small maps
         self._norm_factors: tuple[list[Any], Tensor, Tensor] | None = None
         padding: Any = conv.padding
         self.settings = (padding, conv.stride, conv.dilation, conv.groups)
         self._is_pointwise = is_pointwise(conv)
+        self._is_plain_3x3 = (
+            conv.kernel_size == (3, 3) and conv.stride == conv.dilation == (1, 1) and conv.groups == 1
+        )
 
     def frozen(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """All of it, with ``other`` added before the activation."""
+        in_tiles = self._runs_in_tiles(x)
         state = [x.dtype, self.serves(x), *self.state()]
-        if self._folded is None or self._folded[0] != state:
+        known = self._folded.get(in_tiles)
+        if known is None or known.state != state:
             weight, bias = self.folded()
-            if self.serves(x):
-                weight = _packed(weight, self.settings, x)
-            self._folded = (state, weight, bias)
-        return self._run(x, self._folded[1], self._folded[2], self.activation, other)
+            if in_tiles:
+                known = _Folded(state, winograd.pack(weight, bias), None)
+            else:
+                known = _Folded(state, _packed(weight, self.settings, x) if self.serves(x) else weight, bias)
+            self._folded[in_tiles] = known
+        return self._run(x, known.weight, known.bias, self.activation, other)
 
     def state(self) -> list[Any]:
         """Differs when any of the numbers has been replaced or written to."""
@@ -117,7 +146,38 @@ class FusedConv:
 
     def trained_folded(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same, of weight and bias that have the norm in them already."""
-        return self._run(x, weight, bias, self.activation if self.activation.is_gate else NONE)
+        activation = self.activation if self.activation.is_gate else NONE
+        if self._trains_in_tiles(x):
+            return self._run(x, winograd.pack(weight.detach(), bias), None, activation)
+        return self._run(x, weight, bias, activation)
+
+    def finishes(self, x: Tensor) -> bool:
+        """Whether the convolution alone, and one pass for the rest, beat a norm folded into the weight."""
+        gate = self.activation.slope
+        return (
+            self.norm is not None
+            and (self.activation is NONE or (isinstance(gate, Gate) and gate.shut == 0))
+            and x.dtype == torch.float32
+            and 2 * self.conv.weight.numel() > x.numel()
+            and native.fits(x)
+        )
+
+    def unfinished(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution alone, for ``finish``, which has the bias too."""
+        if self._trains_in_tiles(x):
+            return self._run(x, winograd.pack(weight.detach(), None), None, NONE)
+        return self._plain(x, weight, None).contiguous(memory_format=torch.channels_last)
+
+    def finish(self, y: Tensor, grid: Grid) -> Tensor | None:
+        """Make it the output: bias, norm, gate. Returns what is kept of the gate."""
+        gate: Any = self.activation.slope
+        limits, bounds = _EVERYTHING if gate is None else ((gate.low, gate.high), gate.bounds(y.dtype))
+        bias = self.conv.bias
+        scale, shift = self._known_factors(y.dtype)
+        norm = (scale, shift if bias is None else shift + bias.detach() * scale)
+        count, means = native.finish(y, norm, limits, grid.patches[2:], grid.coarse_shape, bounds)
+        remember_means(y, grid, means)
+        return None if gate is None else count
 
     @property
     def norm_trains(self) -> bool:
@@ -145,6 +205,23 @@ class FusedConv:
             and bool(torch.backends.mkldnn.enabled)
         )
 
+    def _runs_in_tiles(self, x: Tensor) -> bool:
+        """Whether winograd.cpp is the faster one."""
+        conv = self.conv
+        return (
+            self._is_plain_3x3
+            and self.serves(x)
+            and conv.weight.shape == (conv.out_channels, x.shape[1], 3, 3)
+            and conv.weight.dtype == torch.float32
+            and conv.weight.device.type == "cpu"
+            and (conv.bias is None or _alike(conv.bias, conv.weight, conv.out_channels))
+            and winograd.fits(x, conv.out_channels, self.settings[0])
+        )
+
+    def _trains_in_tiles(self, x: Tensor) -> bool:
+        """Whether that pays for a weight that has to be packed anew."""
+        return self._runs_in_tiles(x) and x.numel() >= _MANY_PIXELS * x.shape[1]
+
     def geometry(self, x: Tensor) -> ConvGeometry:
         """Of the convolution of x, which has its batch."""
         conv: Any = self.conv
@@ -154,11 +231,13 @@ class FusedConv:
     def _run(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | winograd.Packed,
         bias: Tensor | None,
         activation: Activation,
         other: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(weight, winograd.Packed):
+            return _run_in_tiles(x, weight, self.settings[0], activation, other)
         # With weights that are not packed, and small maps, torch's own call is the faster one.
         if not self.serves(x) or (weight.layout is torch.strided and 2 * weight.numel() > x.numel()):
             y = self._plain(x, weight, bias)
@@ -187,12 +266,12 @@ class FusedConv:
             return weight, None if bias is None else bias.detach()
         return with_norm(weight, None if bias is None else bias.detach(), *self._known_factors(weight.dtype))
 
-    @torch.no_grad()
     def _known_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Those of a norm that stays, worked out again only when it has been changed all the same."""
         state = [dtype, *_state(self.norm, _NORM)]
         if self._norm_factors is None or self._norm_factors[0] != state:
-            scale, shift = self.factors(dtype)
+            with torch.no_grad():
+                scale, shift = self.factors(dtype)
             self._norm_factors = (state, scale.to(dtype), shift.to(dtype))
         return self._norm_factors[1], self._norm_factors[2]
 
@@ -201,6 +280,10 @@ def with_norm(weight: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor)
     """Weight and bias that also multiply by the scale and add the shift, in the weight's type."""
     made = weight * scale.view(-1, 1, 1, 1)
     return made.to(weight.dtype), (shift if bias is None else shift + bias * scale).to(weight.dtype)
+
+
+def _alike(bias: Tensor, weight: Tensor, outputs: int) -> bool:
+    return (bias.dtype, bias.device, tuple(bias.shape)) == (weight.dtype, weight.device, (outputs,))
 
 
 _CONV, _NORM = ("weight", "bias"), ("running_mean", "running_var", "weight", "bias")
@@ -239,6 +322,16 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     else:
         torch.addmm(bias, rows(x), matrix, out=rows(y))
     return y
+
+
+def _run_in_tiles(
+    x: Tensor, weight: winograd.Packed, padding: tuple[int, int], activation: Activation, other: Tensor | None
+) -> Tensor:
+    if other is not None:
+        other = other.resolve_neg().contiguous(memory_format=torch.channels_last)
+    limits = activation.limits
+    y = winograd.run(x, weight, padding, limits or _EVERYTHING[0], other)
+    return y if limits else activation.run_(y)
 
 
 def _packed(weight: Tensor, settings: tuple[Any, ...], x: Tensor) -> Tensor:

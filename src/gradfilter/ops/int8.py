@@ -71,5 +71,8 @@ def integer_product(a: Int8, b: Int8, factor: float) -> Tensor | None:
     """a^T b * factor of matrices with one scale each, summed in int32; None where that could overflow."""
     if len(a.values) > _MOST_ROWS:
         return None
-    product = torch._int_mm(a.values.t(), b.values)
+    if 1 in (*a.values.shape, *b.values.shape):  # torch 2.13 misreads strides that mean nothing
+        product = a.values.int().t() @ b.values.int()
+    else:
+        product = torch._int_mm(a.values.t(), b.values)
     return product * (a.scale * b.scale * factor).view(1, 1)

@@ -20,7 +20,6 @@ from .fused import Activation, FusedConv
 __all__ = ["InvertedResidual", "is_depthwise", "is_native"]
 
 _BOUNDED, _LEAKY, _HARDSWISH = range(3)  # as inverted_residual.cpp numbers them
-_ENDLESS = float("inf")
 
 
 def is_depthwise(conv: nn.Conv2d) -> bool:
@@ -37,10 +36,9 @@ def is_native(activation: Activation) -> bool:
 
 def _numbers(activation: Activation) -> tuple[float, ...] | None:
     """Kind, and two numbers, as inverted_residual.cpp reads them."""
+    if activation.limits is not None:
+        return (_BOUNDED, *activation.limits)
     return {
-        "none": (_BOUNDED, -_ENDLESS, _ENDLESS),
-        "relu": (_BOUNDED, 0.0, _ENDLESS),
-        "hardtanh": (_BOUNDED, *activation.numbers),
         "leaky_relu": (_LEAKY, *activation.numbers, 0.0),
         "hardswish": (_HARDSWISH, 0.0, 0.0),
     }.get(activation.name)

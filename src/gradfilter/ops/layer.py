@@ -34,12 +34,15 @@ class Followers:
 
     Run with the layer as one autograd node, they cost no node of their own. What has nothing to run was run
     by the layer's own forward.
+
+    finish: all of it, in place, in one pass over the output; returns what is kept of the slope.
     """
 
     norm: nn.Module | None
     run_norm: Callable[[Tensor], Tensor] | None
     run_activation: Callable[[Tensor], Tensor] | None = None
     slope: SlopeKind | None = None
+    finish: Callable[[Tensor, Grid], Tensor | None] | None = None
 
 
 NOBODY = Followers(None, None)
@@ -102,7 +105,9 @@ class _Layer(torch.autograd.Function):
         slope = None
         if followers.run_norm is not None:
             y = followers.run_norm(y)
-        if followers.slope is not None:
+        if followers.finish is not None:
+            slope = followers.finish(y, ctx.grid)
+        elif followers.slope is not None:
             slope = followers.slope.before(y, ctx.grid)
             if followers.run_activation is not None:
                 y = followers.run_activation(y)

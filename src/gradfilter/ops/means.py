@@ -17,6 +17,8 @@ __all__ = ["patch_means", "remember_means"]
 
 def patch_means(x: Tensor, grid: Grid) -> Tensor:
     """The mean of ``x`` over each patch; on a grid that was asked for before, the very same tensor."""
+    if grid.is_dense:
+        return x  # not to be remembered: a tensor that holds itself is freed late
     if x.grad_fn is None:  # the user's own tensor, who may refill it in ways that nobody sees
         return pool(x, grid)
     known = _known(x)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..bench.environment import available_memory
 from ..cache import FeatureCache
 from ..data.check import check
+from ..data.kinds import located
 from ..data.samples import Data
 from ..errors import GradFilterError
 from ..models._torchvision import library
@@ -230,13 +231,20 @@ def _resolved(config: Config, data: Data) -> Config:
     model = config.model or MODELS[data.task]
     return replace(
         config,
+        data=located(config.data),
         task=data.task,
         model=model,
         layers=config.layers or (NEW_HEAD if model.startswith("smp:") else "last:4"),
         size=config.size or usual_size(data),
         workers=workers,
-        weights=weights,
+        weights=_from_anywhere(weights) if Path(weights).exists() else weights,
+        cache_folder=_from_anywhere(config.cache_folder) if config.cache_folder else "",
     )
+
+
+def _from_anywhere(path: str) -> str:
+    """A run may be tested, or go on, in another folder than that in which it was begun."""
+    return str(Path(path).expanduser().absolute())
 
 
 def _has_frozen_prefix(plan: Plan) -> bool:
