@@ -5,6 +5,7 @@ GRADFILTER_CASES says how many cases are drawn. A failing case prints its seed; 
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -560,3 +561,26 @@ def test_linear_oracle_is_exact_at_patch_one(tokens: tuple[int, int] | None) -> 
     layer, (x, g) = case.module(), case.tensors()
     exact = linear_gradients(x.numpy(), layer.weight.detach().numpy(), g.numpy(), (1, 1), tokens)
     assert not differences(run(layer, x, g), exact, 1e-12)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("groups", "channels"), [(1, 16), (2, 2)])
+def test_bfloat16_maps_narrower_than_the_stride(
+    groups: int, channels: int, layout: torch.memory_format
+) -> None:
+    """oneDNN of torch 2.13 reads beyond such maps: what lies there must not matter."""
+    layer = nn.Conv2d(channels, channels, 5, stride=3, padding=2, groups=groups, bias=False)
+    x, g = torch.randn(1, channels, 2, 1), torch.randn(1, channels, 1, 1)
+    wanted = gradients_of(layer, x, g)
+    for _ in range(20):
+        junk = [torch.full((1 << k,), torch.nan, dtype=torch.bfloat16) for k in range(2, 18)]
+        del junk
+        model = gf.apply_(nn.Sequential(copy.deepcopy(layer).bfloat16()), gf.Quantized(8), layers="all")
+        found = gradients_of(model, *(t.bfloat16().contiguous(memory_format=layout) for t in (x, g)))
+        for ours, exact in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours.float(), exact, rtol=0.05, atol=0.05)
+
+
+def gradients_of(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    return list(torch.autograd.grad(model(leaf), [leaf, *model.parameters()], g))

@@ -12,13 +12,11 @@ from torch import Tensor
 from ..geometry import ConvGeometry
 from ..grid import Grid, pixels, pool, regrid
 from ..native import kernel_gradient, winograd
-from .exact_conv import Gradients, Want, stand_in
+from .exact_conv import Gradients, Settings, Want, convolution_backward, stand_in
 from .layout import kernel_rows
 from .taps import tap_matrix, work_axis
 
 __all__ = ["Convolved"]
-
-aten = torch.ops.aten
 
 
 class Convolved:
@@ -77,10 +75,9 @@ class Convolved:
             x_grad = winograd.run(grad, back, self.padding_back)
         by_torch = Want(want.x and not in_tiles, want.weight and not native)
         if any(by_torch):
-            arguments = (None, *self._settings(), [*by_torch, False])
-            *found, _ = aten.convolution_backward(grad, x, kernel, *arguments)
-            x_grad = x_grad if in_tiles else found[0]
-            kernel_grad = kernel_grad if native else found[1]
+            found = convolution_backward(grad, x, kernel, self._settings(), by_torch)
+            x_grad = x_grad if in_tiles else found.x
+            kernel_grad = kernel_grad if native else found.weight
         return Gradients(None if x_grad is None else self._per_pixel(x_grad), kernel_grad)
 
     def _runs_in_tiles(self, grad: Tensor) -> bool:
@@ -105,11 +102,11 @@ class Convolved:
         x_grad = torch.convolution(grad, kernel, None, *settings) if want.x else None
         kernel_grad = None
         if want.weight and x is not None:
-            arguments = (None, *settings, [False, True, False])
-            kernel_grad = aten.convolution_backward(x.contiguous(), grad, kernel, *arguments)[1]
+            wanted = Want(False, True)
+            kernel_grad = convolution_backward(x.contiguous(), grad, kernel, settings, wanted).weight
         return Gradients(x_grad, kernel_grad)
 
-    def _settings(self) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
+    def _settings(self) -> Settings:
         axes = self.axes
         zeros = [0] * len(axes)
         stride, padding = [a.stride for a in axes], [a.padding for a in axes]

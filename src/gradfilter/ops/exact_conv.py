@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import lt
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,18 @@ from torch import Tensor
 
 from ..geometry import ConvAxis, ConvGeometry
 
-__all__ = ["Gradients", "Want", "exact_backward", "exact_weight_gradient", "stand_in"]
+__all__ = [
+    "Gradients",
+    "Settings",
+    "Want",
+    "convolution_backward",
+    "exact_backward",
+    "exact_weight_gradient",
+    "stand_in",
+]
+
+# Of a convolution, as aten wants them: stride, padding, dilation, transposed, output padding, groups.
+Settings = tuple[list[int], list[int], list[int], bool, list[int], int]
 
 
 class Gradients(NamedTuple):
@@ -48,18 +60,22 @@ def exact_backward(
         if grad.dtype == torch.bfloat16:
             # oneDNN of torch 2.13 crashes on other layouts, on processors that have bfloat16 themselves.
             grad, source = grad.contiguous(), source.contiguous()
+    stride, dilation = [axis.stride for axis in axes], [axis.dilation for axis in axes]
+    settings = (stride, padding, dilation, geometry.transposed, output_padding, geometry.groups)
+    return convolution_backward(grad, source, weight, settings, want)
+
+
+def convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, settings: Settings, want: Want
+) -> Gradients:
+    """aten.convolution_backward, kept from what it cannot do."""
+    if grad.dtype == torch.bfloat16 and any(map(lt, x.shape[2:], settings[0])):
+        # oneDNN of torch 2.13 reads and writes beyond maps that are narrower than the stride, on processors
+        # that have bfloat16 themselves.
+        wide = convolution_backward(grad.float(), x.float(), weight.float(), settings, want)
+        return Gradients(*(None if found is None else found.to(grad.dtype) for found in wide))
     x_grad, weight_grad, _ = torch.ops.aten.convolution_backward(
-        grad,
-        source,
-        weight,
-        None,
-        [axis.stride for axis in axes],
-        padding,
-        [axis.dilation for axis in axes],
-        geometry.transposed,
-        output_padding,
-        geometry.groups,
-        [want.x, want.weight, False],
+        grad, x, weight, None, *settings, [*want, False]
     )
     return Gradients(x_grad, weight_grad)
 
