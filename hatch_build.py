@@ -24,4 +24,6 @@ class NativeHook(BuildHookInterface):
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
         build_data["pure_python"] = False
-        build_data["artifacts"].append(f"src/gradfilter/native/{builder['LIBRARY'].name}")
+        for name in (builder["LIBRARY"], builder["WIDE"]):
+            if (NATIVE / name).exists():
+                build_data["artifacts"].append(f"src/gradfilter/native/{name}")

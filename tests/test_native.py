@@ -18,7 +18,7 @@ from gradfilter import native
 from gradfilter.geometry import ConvAxis, ConvGeometry
 from gradfilter.grid import Grid, pool
 from gradfilter.native import kernel_gradient
-from gradfilter.native.build import build
+from gradfilter.native.build import LIBRARY, WIDE, build
 from gradfilter.native.kernel_gradient import Axis
 from gradfilter.ops import max_pool as max_pool_module
 from gradfilter.ops.activation import Gate, count_open
@@ -312,7 +312,7 @@ def test_an_empty_batch_has_a_gradient_of_zero() -> None:
 
 def test_threads_are_those_of_torch() -> None:
     """A second pool of threads would fight with torch's for the cores."""
-    library = native.ctypes.CDLL(str(native.LIBRARY))
+    library = native._library()
     assert native.ctypes.c_void_p.in_dll(library, "gf_parallel").value
 
 
@@ -335,7 +335,7 @@ def test_environment_turns_it_off() -> None:
 def test_no_compiler_is_said_and_nothing_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert build(tmp_path / "kernels.so") == "there is no C++ compiler"
+    assert build(tmp_path) == "there is no C++ compiler"
     monkeypatch.undo()
-    assert build(tmp_path / "kernels.so") is None
-    assert list(tmp_path.iterdir()) == [tmp_path / "kernels.so"]
+    assert build(tmp_path) is None
+    assert {file.name for file in tmp_path.iterdir()} - {WIDE} == {LIBRARY}

@@ -1,7 +1,8 @@
 """Passes written in C++: one sweep over memory, one call, where torch needs several.
 
 Used where the library was built (build.py) and the tensors fit: on a CPU, float32 or float64, channels-last.
-Callers have torch's operators for all else. ``GRADFILTER_NATIVE=0`` in the environment turns the library off.
+Callers have torch's operators for all else. ``GRADFILTER_NATIVE=0`` in the environment turns the library off;
+``narrow`` takes the one without AVX-512 on any processor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .build import LIBRARY
+from .build import HERE, LIBRARY, WIDE
 
 __all__ = [
     "Links",
@@ -28,6 +29,7 @@ __all__ = [
     "fits_blocks",
     "is_channels_last",
     "is_one_per_map",
+    "lanes",
     "max_pool",
     "max_pool_back",
     "open_bits",
@@ -71,14 +73,10 @@ _WINOGRAD: _Signatures = {
 
 @cache
 def _functions() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
-    """The library's functions; none where it was not built or is turned off."""
-    if os.environ.get("GRADFILTER_NATIVE") == "0" or not LIBRARY.exists():
+    """The library's functions."""
+    library = _library()
+    if library is None:
         return {}
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError:  # built for another kind of machine
-        return {}
-    _share_threads(library)
     found = {}
     for name, arguments in _ARGUMENTS.items():
         for dtype, suffix in _SUFFIX.items():
@@ -86,15 +84,36 @@ def _functions() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
             function.argtypes, function.restype = arguments, None
             found[name, dtype] = function
     float_only = _INVERTED_RESIDUAL if library.gf_has_vectors() else {}
-    if float_only and library.gf_kernel_gradient_is_fast():
-        float_only = float_only | _KERNEL_GRADIENT
-    if float_only and library.gf_winograd_is_fast():
-        float_only = float_only | _WINOGRAD
+    if float_only and (library.gf_has_widest() or os.environ.get("GRADFILTER_NATIVE") == "narrow"):
+        float_only = float_only | _KERNEL_GRADIENT | _WINOGRAD  # else oneDNN is as fast
     for name, (arguments, result) in float_only.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
         found[name, torch.float32] = function
     return found
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The one for this processor; None where it was not built or is turned off."""
+    wanted = os.environ.get("GRADFILTER_NATIVE")
+    names = [LIBRARY]
+    if wanted != "narrow" and "AVX512" in torch.backends.cpu.get_cpu_capability():
+        names = [WIDE, LIBRARY]
+    built = [HERE / name for name in names if (HERE / name).exists()]
+    if wanted == "0" or not built:
+        return None
+    try:
+        library = ctypes.CDLL(str(built[0]))
+    except OSError:  # built for another kind of machine
+        return None
+    _share_threads(library)
+    return library
+
+
+def lanes() -> int:
+    """Floats of a vector of products.h: packed weights have whole ones."""
+    return int(_library().gf_lanes())  # type: ignore[union-attr]
 
 
 def _share_threads(library: ctypes.CDLL) -> None:

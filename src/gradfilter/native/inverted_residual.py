@@ -14,7 +14,7 @@ from .. import native
 
 __all__ = ["Sizes", "Stage", "is_built", "pack", "run", "sizes"]
 
-LANES, WIDEST = 8, 3  # floats of a vector, vectors of a panel, as in inverted_residual.cpp
+WIDEST = 3  # vectors of a panel, as in products.h
 _NAMES = ("gf_inverted_residual", "gf_inverted_residual_scratch")
 
 
@@ -38,8 +38,8 @@ def is_built() -> bool:
 
 def pack(*, expand: Stage | None, depthwise: Stage, project: Stage) -> Tensor:
     """All of a block's numbers in the order in which they are read."""
-    hidden = _whole(len(depthwise.weight))
-    by_vector = _filled(depthwise.weight.flatten(1), hidden).view(hidden // LANES, LANES, -1).transpose(1, 2)
+    hidden, taps = _whole(len(depthwise.weight)), depthwise.weight[0].numel()
+    by_vector = _filled(depthwise.weight.flatten(1), hidden).view(-1, native.lanes(), taps).transpose(1, 2)
     parts = [] if expand is None else [_bias(expand), *_panels(_filled(expand.weight.flatten(1), hidden))]
     parts += [_bias(depthwise), by_vector]
     outputs = _filled(project.weight.flatten(1), _whole(len(project.weight)))
@@ -48,7 +48,7 @@ def pack(*, expand: Stage | None, depthwise: Stage, project: Stage) -> Tensor:
 
 
 def _whole(channels: int) -> int:
-    return -(-channels // LANES) * LANES
+    return -(-channels // native.lanes()) * native.lanes()
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
@@ -63,10 +63,10 @@ def _bias(stage: Stage) -> Tensor:
 
 def _panels(weight: Tensor) -> Iterator[Tensor]:
     """Output channels in panels of nearly equal width, each by input channel."""
-    vectors = len(weight) // LANES
+    vectors = len(weight) // native.lanes()
     count = -(-vectors // WIDEST)
     for panel in range(count):
-        begin, end = (vectors * p // count * LANES for p in (panel, panel + 1))
+        begin, end = (vectors * p // count * native.lanes() for p in (panel, panel + 1))
         yield weight[begin:end].t()
 
 

@@ -8,7 +8,7 @@
 #include "vectors.h"
 
 namespace {
-constexpr long ROWS = 6, VECS = 2, STRIP = VECS * LANES;  // output channels and input channels of a tile of sums
+constexpr long ROWS = MANY_REGISTERS ? 12 : 6, VECS = 2, STRIP = VECS * LANES;  // output channels and input channels of a tile of sums
 constexpr long PIXELS = 256;                              // of a piece: its tiles stay in an L1 cache
 constexpr long PACKED = 64 * 1024;                        // floats of a packed piece: half an L2 cache
 
@@ -150,15 +150,6 @@ Shape shape_of(const int64_t *s) {
   return {s[0], s[1], s[2], {s[3], s[4], s[5], s[6], s[7], s[8]}, {s[9], s[10], s[11], s[12], s[13], s[14]}};
 }
 }  // namespace
-
-// oneDNN's own is as fast where it has wider vectors than these.
-EXPORT int gf_kernel_gradient_is_fast() {
-#if defined(__x86_64__)
-  return !__builtin_cpu_supports("avx512f");
-#else
-  return 1;
-#endif
-}
 
 // Floats of working memory.
 EXPORT long gf_kernel_gradient_scratch(const int64_t *shape, int threads) {

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "parallel.h"
+#include "vectors.h"
 
 Parallel gf_parallel = nullptr;
 Number thread_number = nullptr, thread_count = nullptr;
@@ -19,9 +19,11 @@ EXPORT void gf_use_threads(void *parallel, void *number, void *count) {
   thread_count = reinterpret_cast<Number>(count);
 }
 
-// Whether this processor has the registers that products of vectors.h were made for; else oneDNN is faster.
+// Whether this processor has the registers that products.h was made for; else oneDNN is faster.
 EXPORT int gf_has_vectors() {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__AVX512F__)
+  return 1;  // Python loads this library where the processor does
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #elif defined(__x86_64__) && !defined(__AVX2__)
   return 0;  // compiled once, for the oldest processor
@@ -29,6 +31,17 @@ EXPORT int gf_has_vectors() {
   return 1;
 #endif
 }
+
+// Whether it has none that are wider.
+EXPORT int gf_has_widest() {
+#if defined(__x86_64__) && !defined(__AVX512F__)
+  return !__builtin_cpu_supports("avx512f");
+#else
+  return 1;
+#endif
+}
+
+EXPORT long gf_lanes() { return LANES; }
 
 // ------------------------------------------------------------------------------------------------- patches of a map
 // One sweep over a map: the mean of every patch, and in how many of its pixels a gate is open. A gate is open unless
@@ -679,14 +692,14 @@ struct Decode : Job {
 // Minimum and step of a block; whether all its values are finite. NaN is the minimum where they are not.
 template <class T>
 INLINE bool find_range(const T *x, long width, T levels, T *range) {
-  constexpr int LANES = 32;
-  T low[LANES], high[LANES], odd[LANES];
-  std::fill(low, low + LANES, x[0]);
-  std::fill(high, high + LANES, x[0]);
-  std::fill(odd, odd + LANES, T(0));
-  const long even = width / LANES * LANES;
-  for (long i = 0; i < even; i += LANES)
-    for (int j = 0; j < LANES; j++) {
+  constexpr int ABREAST = 32;
+  T low[ABREAST], high[ABREAST], odd[ABREAST];
+  std::fill(low, low + ABREAST, x[0]);
+  std::fill(high, high + ABREAST, x[0]);
+  std::fill(odd, odd + ABREAST, T(0));
+  const long even = width / ABREAST * ABREAST;
+  for (long i = 0; i < even; i += ABREAST)
+    for (int j = 0; j < ABREAST; j++) {
       const T v = x[i + j];
       low[j] = v < low[j] ? v : low[j];
       high[j] = v > high[j] ? v : high[j];
@@ -697,7 +710,7 @@ INLINE bool find_range(const T *x, long width, T levels, T *range) {
     high[0] = x[i] > high[0] ? x[i] : high[0];
     odd[0] += x[i] * T(0);
   }
-  for (int j = 1; j < LANES; j++) {
+  for (int j = 1; j < ABREAST; j++) {
     low[0] = std::min(low[0], low[j]);
     high[0] = std::max(high[0], high[j]);
     odd[0] += odd[j];

@@ -27,4 +27,4 @@ INLINE void multiply(const float *const (&a)[ROWS], long depth, const float *b, 
 
 // Rows at a time, so that sums fill the registers. Past the last row, that one is worked on several times.
 template <int VECS>
-constexpr int ROWS = VECS == 1 ? 8 : VECS == 2 ? 6 : 4;
+constexpr int ROWS = (VECS == 1 ? 8 : VECS == 2 ? 6 : 4) * (MANY_REGISTERS ? 2 : 1);

@@ -6,9 +6,15 @@
 
 #include "parallel.h"
 
-typedef float Vec __attribute__((vector_size(32)));
-constexpr long LANES = 8;  // floats of a vector
-#define UNROLL _Pragma("GCC unroll 8")  // sums stay in registers only where their indices are constants
+#ifdef __AVX512F__  // build.py's second library: 32 registers of 16 floats
+constexpr long LANES = 16;  // floats of a vector
+constexpr bool MANY_REGISTERS = true;
+#else
+constexpr long LANES = 8;
+constexpr bool MANY_REGISTERS = false;
+#endif
+typedef float Vec __attribute__((vector_size(LANES * sizeof(float))));
+#define UNROLL _Pragma("GCC unroll 16")  // sums stay in registers only where their indices are constants
 
 INLINE Vec load(const float *from) {
   Vec made;

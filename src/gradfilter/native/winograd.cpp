@@ -5,9 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 
 #include "products.h"
 
@@ -216,19 +213,6 @@ EACH_PROCESSOR void pack_share(void *given) {
 // batch, channels of x and of y, height and width of x, padding of each.
 Shape shape_of(const int64_t *s) { return {s[0], s[1], s[2], s[3], s[4], s[5], s[6]}; }
 }  // namespace
-
-// oneDNN's plain sum is as fast where it has wider arithmetic. With AVX-512 it has, but for AMD's Zen 4 (family 25),
-// whose units have 256 bits.
-EXPORT int gf_winograd_is_fast() {
-#if defined(__x86_64__)
-  unsigned a, b, c, d;
-  if (!__builtin_cpu_supports("avx512f")) return 1;
-  if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &a, &b, &c, &d)) return 0;
-  return (a >> 8 & 15) + (a >> 20 & 255) == 25;
-#else
-  return 1;
-#endif
-}
 
 // Floats of working memory.
 EXPORT long gf_winograd_scratch(const int64_t *shape, int threads) { return threads * scratch_floats(shape_of(shape)); }

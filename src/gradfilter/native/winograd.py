@@ -13,7 +13,6 @@ from .. import native
 
 __all__ = ["Packed", "fits", "is_built", "pack", "run"]
 
-LANES = 8  # floats of a vector, as in vectors.h
 _CHANNELS, _PIXELS = 32, 128  # the least of a map for which the transforms pay
 
 
@@ -53,7 +52,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> Packed:
         weight.data_ptr(), inputs, outputs, strides, made.data_ptr(), torch.get_num_threads()
     )
     bias = weight.new_zeros(outputs) if bias is None else bias
-    return Packed(made, F.pad(bias, (0, -outputs % LANES)), inputs, outputs)
+    return Packed(made, F.pad(bias, (0, -outputs % native.lanes())), inputs, outputs)
 
 
 def run(

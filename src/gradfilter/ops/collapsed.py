@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -12,6 +11,7 @@ from ..geometry import ConvGeometry
 from ..grid import Grid, apply_along, pixels
 from .exact_conv import Gradients, Want
 from .layout import kernel_rows, rows
+from .matmul import product
 
 __all__ = ["Collapsed", "every_tap"]
 
@@ -51,15 +51,16 @@ class Collapsed:
         x_grad = weight_grad = None
         if want.x:
             matrix = self._summed_kernel(weight)
-            product = (rows(grad) if self.same_pixels and sums is not grad else flat) @ matrix
+            found = product(rows(grad) if self.same_pixels and sums is not grad else flat, matrix)
             shape = self.in_grid.coarse_shape
-            x_grad = product.view(shape[0], *shape[2:], shape[1])
+            x_grad = found.view(shape[0], *shape[2:], shape[1])
             x_grad = self._per_pixel(
                 x_grad.permute(0, 3, 1, 2) if x_grad.dim() == 4 else x_grad.movedim(-1, 1)
             )
         if want.weight and x is not None:
             out, into = (rows(x), flat) if self.geometry.transposed else (flat, rows(x))
-            weight_grad = every_tap(_scaled_product(out.t(), into, self.total), weight)
+            out = out if self.total == 1 else out * self.total
+            weight_grad = every_tap(product(out.t(), into), weight)
         return Gradients(x_grad, weight_grad)
 
     def _summed_kernel(self, weight: Tensor) -> Tensor:
@@ -119,17 +120,6 @@ class Collapsed:
         arguments = (None, ones, zeros, ones, False, zeros, geometry.groups, [False, True, False])
         kernel_grad: Tensor = torch.ops.aten.convolution_backward(out, into, like, *arguments)[1]
         return kernel_grad.flatten(1).mul_(self.total)
-
-
-def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    if scale == 1:
-        return a @ b
-    return torch.addmm(_nothing(a.dtype, a.device), a, b, beta=0, alpha=scale)  # scaling costs no pass
-
-
-@lru_cache(maxsize=64)
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=dtype, device=device)
 
 
 def every_tap(flat: Tensor, weight: Tensor) -> Tensor:

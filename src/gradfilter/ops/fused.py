@@ -21,6 +21,7 @@ from ..grid import Grid
 from ..native import winograd
 from .activation import Gate, Slope, SlopeKind
 from .layout import rows
+from .matmul import product
 from .means import remember_means
 
 __all__ = [
@@ -314,14 +315,10 @@ def is_pointwise(conv: nn.Conv2d) -> bool:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A pointwise convolution of channels-last maps; oneDNN's would reorder the weight first."""
     n, _, height, width = x.shape
-    shape = (n, len(weight), height, width)
-    y = torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)
-    matrix = weight.flatten(1).t()
-    if bias is None:
-        torch.mm(rows(x), matrix, out=rows(y))
-    else:
-        torch.addmm(bias, rows(x), matrix, out=rows(y))
-    return y
+    outputs = len(weight)
+    made = product(rows(x), weight.flatten(1).t(), bias)
+    # Not a view: autograd would not let that be written to.
+    return made.as_strided_((n, outputs, height, width), (height * width * outputs, 1, width * outputs, outputs))
 
 
 def _run_in_tiles(

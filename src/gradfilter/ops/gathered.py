@@ -11,6 +11,7 @@ from ..geometry import ConvGeometry
 from ..grid import pixels
 from .exact_conv import Gradients, Want
 from .layout import kernel_rows, rows
+from .matmul import product
 from .taps import tap_counts
 
 __all__ = ["Gathered"]
@@ -33,13 +34,13 @@ class Gathered:
 
     def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, want: Want) -> Gradients:
         tables, flat = self._tables_for(grad), rows(grad)
-        x_grad = self._spread(flat @ kernel_rows(weight).flatten(1), tables) if want.x else None
+        x_grad = self._spread(product(flat, kernel_rows(weight).flatten(1)), tables) if want.x else None
         if x_grad is not None:
             x_grad = x_grad / pixels(self.in_grid, x_grad)
         weight_grad = None
         if want.weight and x is not None:
-            product = flat.t() @ self._gather(x, tables)
-            weight_grad = product.view(len(weight), *weight.shape[2:], -1).movedim(-1, 1)
+            found = product(flat.t(), self._gather(x, tables))
+            weight_grad = found.view(len(weight), *weight.shape[2:], -1).movedim(-1, 1)
         return Gradients(x_grad, weight_grad)
 
     def _gather(self, x: Tensor, tables: list[Tensor]) -> Tensor:
