@@ -1,4 +1,4 @@
-"""Frozen inverted residuals in one native pass: equal to the plain modules, and so is what does not fit."""
+"""Inverted residuals in one native pass: equal to the plain modules, and so is what does not fit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def native_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     run = native_block.run
 
-    def noted(*args: Any) -> Tensor:
+    def noted(*args: Any) -> Any:
         calls.append(args)
         return run(*args)
 
@@ -124,9 +124,9 @@ def test_generated_blocks_give_the_exact_numbers(first: int, native_calls: list[
 def test_comparison_notices_a_missing_bias(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = native_block.pack
 
-    def wrong(**stages: Any) -> Tensor:
+    def wrong(sizes: Any, **stages: Any) -> Tensor:
         spoilt = stages[stage]
-        return right(**{**stages, stage: spoilt and spoilt._replace(bias=None)})
+        return right(sizes, **{**stages, stage: spoilt and spoilt._replace(bias=None)})
 
     monkeypatch.setattr(native_block, "pack", wrong)
     cases = [draw(seed) for seed in range(40)]
@@ -262,6 +262,18 @@ def test_inner_values_that_others_read_are_there(name: str) -> None:
     torch.testing.assert_close(faster(x), model(x))
     rows = {row[0]: row[1] for row in gf.acceleration(faster).rows}
     assert {layer for layer, how in rows.items() if how.startswith("inverted residual")} == set(parts.split())
+
+
+@needs_native
+def test_a_block_without_expansion_behind_another(native_calls: list[Any]) -> None:
+    """The end of the first block is a 1x1 convolution before a depthwise one, as an expansion is."""
+    wide = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    second = Block([wide, nn.ReLU(), nn.Conv2d(8, 5, 1)], residual=False).requires_grad_(False)
+    first = mobile_block()
+    first.residual = False
+    case = Case(nn.Sequential(first, second), maps(2, 8, 9, 9))
+    assert case.error(gf.accelerate_(copy.deepcopy(case.block))) < TOLERANCE
+    assert len(native_calls) == 2
 
 
 @needs_native

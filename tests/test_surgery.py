@@ -21,7 +21,6 @@ from gradfilter import methods
 from gradfilter.coarse import densify
 from gradfilter.errors import PlanError
 from gradfilter.geometry import ConvGeometry
-from gradfilter.grid import pool
 from gradfilter.ops.exact_conv import Gradients, Want, exact_backward
 
 FILTER = gf.GradientFilter(patch=2)
@@ -1173,7 +1172,8 @@ def test_means_are_taken_once_behind_an_activation_in_place(monkeypatch: pytest.
 
     x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
     pooled = []
-    monkeypatch.setattr(means, "pool", lambda *given: pooled.append(1) or pool(*given))
+    in_patches = means._pooled
+    monkeypatch.setattr(means, "_pooled", lambda *given: pooled.append(1) or in_patches(*given))
     for inplace in (False, True):
         gf.apply_(Sum(inplace), gf.GradientFilter(2))(x)
     assert len(pooled) == 4  # x, twice each time, and nothing else

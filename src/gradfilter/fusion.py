@@ -58,7 +58,8 @@ def make_steps(
     known: the fused layers of other ways to call the same modules, whose packed weights are used here too.
     """
     chains = find_chains(graph, modules, frozen, apart)
-    blocks = {block.project.starts: block for block in find_blocks(chains, modules, frozen - apart)}
+    found = find_blocks([chain for chain in chains if chain.conv not in apart], modules, frozen)
+    blocks = {block.project.starts: block for block in found}
     in_blocks = {chain.conv for block in blocks.values() for chain in block.chains.values()}
     starts = {chain.starts: chain for chain in chains if chain.conv not in in_blocks}
     inside = {node for chain in chains for node in chain.nodes}
@@ -90,7 +91,8 @@ def describe(
     in_int8: the names of values that convolutions of ``apart`` read in int8.
     """
     chains = find_chains(graph, modules, frozen, apart)
-    made, blocks = [], find_blocks(chains, modules, frozen - apart)
+    alone = [chain for chain in chains if chain.conv in frozen and chain.conv not in apart]
+    made, blocks = [], find_blocks(alone, modules, frozen)
     by_conv = {chain.conv: chain for chain in chains}
     roles = {chain.conv: role for block in blocks for role, chain in block.chains.items()}
     for node in graph.nodes:
@@ -145,9 +147,10 @@ def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node], known:
     first, *_, last = steps.values()
     one_by_one = partial(_one_by_one, [step.run for step in steps.values()])
     parts = (stages.get("expand"), stages["depthwise"], stages["project"])
-    key = (*parts, block.project.add is not None)  # whether a sum is part of it depends on what is frozen
+    is_frozen = block.project.conv in frozen
+    key = (*parts, is_frozen, block.project.add is not None)  # a sum is part of it where all of it is frozen
     run = _known_or_new(known, key, lambda: InvertedResidual(*parts, one_by_one))
-    return Step(last.node, run, (*first.args, *last.args[1:]), {})
+    return Step(last.node, run, (*first.args, *last.args[1:]), {}, stages["project"])
 
 
 def _one_by_one(stages: list[Callable[..., Tensor]], x: Tensor, *other: Tensor) -> Tensor:

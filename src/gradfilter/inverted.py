@@ -34,10 +34,10 @@ class Block:
 
 
 def find_blocks(chains: list[Chain], modules: dict[str, Any], frozen: set[Node]) -> list[Block]:
-    """The frozen blocks whose inner values nobody else reads."""
+    """The blocks, all frozen or all trained, whose inner values nobody else reads."""
     if not is_built():
         return []
-    ends = {chain.nodes[-1]: chain for chain in chains if frozen.issuperset(chain.nodes)}
+    ends = {chain.nodes[-1]: chain for chain in chains}
 
     def before(chain: Chain, is_kind: Callable[[nn.Conv2d], bool]) -> Chain | None:
         """The chain that makes this one's input, for it alone, if it can be part of a block."""
@@ -45,12 +45,16 @@ def find_blocks(chains: list[Chain], modules: dict[str, Any], frozen: set[Node])
         made = ends.get(value)
         if made is None or len(value.users) != 1 or made.add is not None or not is_native(made.kind):
             return None
-        return made if is_kind(modules[str(made.conv.target)]) else None
+        alike = (made.conv in frozen) == (chain.conv in frozen)
+        return made if alike and is_kind(modules[str(made.conv.target)]) else None
 
-    found = []
-    for project in ends.values():
+    found: dict[Node, Block] = {}  # by what they end with
+    for end, project in ends.items():
         if project.kind is NONE and is_pointwise(modules[str(project.conv.target)]):
             depthwise = before(project, is_depthwise)
             if depthwise is not None:
-                found.append(Block(before(depthwise, is_pointwise), depthwise, project))
-    return found
+                expand = before(depthwise, is_pointwise)
+                if depthwise.conv.args[0] in found:  # it is the end of the block before
+                    expand = None
+                found[end] = Block(expand, depthwise, project)
+    return list(found.values())

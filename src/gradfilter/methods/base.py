@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..coarse import densify
 from ..geometry import ConvGeometry
+from ..grid import Grid
 from ..ops.exact_conv import Gradients, Want, exact_backward, exact_weight_gradient
 from ..ops.storage import Store
 from ..ops.walsh import Basis
@@ -93,6 +94,13 @@ class Method:
     def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
         """What the forward keeps of the input for the weight gradient; asked only if the weight trains."""
         return (x,)
+
+    def kept_grid(self, geometry: ConvGeometry) -> Grid | None:
+        """The patches of the input whose means are all that is kept, if they are, and gradients coarse.
+
+        Then a layer may run without its input ever being in memory.
+        """
+        return None
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..coarse import CoarseGradient, densify, onto
 from ..errors import PlanError
 from ..geometry import ConvGeometry
-from ..grid import per_axis
+from ..grid import Grid, per_axis
 from ..ops.coarse_conv import coarse_backward, coarse_macs
 from ..ops.exact_conv import Gradients, Want, exact_backward
 from ..ops.fused import is_pointwise
@@ -105,6 +105,11 @@ class GradientFilter(Method):
     def keep(self, x: Tensor, geometry: ConvGeometry, memory: Memory) -> tuple[Tensor, ...]:
         way = self._ways(geometry)[1]
         return (x if way.is_exact else patch_means(x, geometry.input_grid(way.sides)),)
+
+    def kept_grid(self, geometry: ConvGeometry) -> Grid | None:
+        of_x, of_weight = self._ways(geometry)
+        dense = of_x.is_exact or of_weight.is_exact
+        return None if dense else geometry.input_grid(of_weight.sides)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want

@@ -11,6 +11,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ __all__ = [
     "open_bits",
     "open_in_both",
     "open_pixels_and_means",
+    "serves_patches",
     "through_bits",
     "through_gate",
 ]
@@ -56,8 +58,10 @@ _ARGUMENTS = {
 }
 _Signatures = dict[str, tuple[list[Any], Any]]  # arguments, result
 _INVERTED_RESIDUAL: _Signatures = {
-    "gf_inverted_residual": ([_P, _P, _P, _P, _P, _P, _P, _I], None),
-    "gf_inverted_residual_scratch": ([_P, _I], _L),
+    "gf_inverted_residual": ([_P] * 10 + [_I], None),
+    "gf_inverted_residual_pack": ([_P, _P, _P, _I], None),
+    "gf_inverted_residual_packed": ([_P], _L),
+    "gf_inverted_residual_scratch": ([_P, _P, _I], _L),
 }
 _KERNEL_GRADIENT: _Signatures = {
     "gf_kernel_gradient": ([_P, _P, _P, _P, _P, _I], None),
@@ -111,6 +115,7 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
+@cache
 def lanes() -> int:
     """Floats of a vector of products.h: packed weights have whole ones."""
     return int(_library().gf_lanes())  # type: ignore[union-attr]
@@ -152,6 +157,11 @@ def is_channels_last(tensor: Tensor) -> bool:
 def is_one_per_map(tensor: Tensor) -> bool:
     """Whether the maps of a tensor are constant, by its strides: what comes back through a mean is."""
     return tensor.dim() == 4 and tensor.stride() == (tensor.shape[1], 1, 0, 0)
+
+
+def serves_patches(maps: Tensor, patches: Sequence[int]) -> bool:
+    """Whether the passes over patches can work on them: of whole maps, whose pixels one byte counts."""
+    return tuple(patches[:2]) == (1, 1) and prod(patches) < 256 and fits(maps)
 
 
 def open_pixels_and_means(

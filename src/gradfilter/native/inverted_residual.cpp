@@ -1,14 +1,15 @@
-// A frozen inverted residual in one pass: 1x1 convolution to many hidden channels, depthwise convolution, 1x1
+// An inverted residual in one pass: 1x1 convolution to many hidden channels, depthwise convolution, 1x1
 // convolution back, and the sum with another map. The hidden maps are several times as large as the rest; here they
 // never reach memory. A tile of output rows is worked on at a time, and of its hidden channels a chunk, small enough
-// that both convolutions find it in the cache.
+// that both convolutions find it in the cache. Where it trains, what is kept of the hidden maps is taken there too.
 //
-// Weights hold the norms, and are packed (ops/inverted_residual.py): output channels in panels of up to three vectors,
-// within a panel by input channel. Channels are filled up with zeros to whole vectors.
+// Weights are packed, with their norms: output channels in panels of up to three vectors, within a panel by input
+// channel. Channels are filled up with zeros to whole vectors.
 
 #include <algorithm>
 #include <cstdint>
 
+#include "patch_sums.h"
 #include "products.h"
 
 namespace {
@@ -43,22 +44,25 @@ struct Shape {
 };
 
 struct Plan {
+  long group, groups;                 // output rows that stay together, and how many such there are
   long tiles, strip;                  // tiles of an image; output rows of a strip
   long line, plane;                   // floats of a hidden row of one vector, with its padding, and of all of a tile
   long hidden_floats, strip_floats;
 };
 
-Plan plan_of(const Shape &job, int threads) {
+// group: tiles, and strips of them, begin at multiples of so many rows.
+Plan plan_of(const Shape &job, long group, int threads) {
   Plan made;
+  made.group = group, made.groups = (job.h.outputs + group - 1) / group;
   made.line = (job.w.size + 2 * job.w.padding) * LANES;
   const long chunk = std::min(CHUNK, Panels(job.hidden).vectors * LANES) / LANES;
-  const long fitting = (HIDDEN_FLOATS / (made.line * chunk) - job.h.kernel) / job.h.stride + 1;
-  made.tiles = (job.h.outputs + std::max(fitting, 1L) - 1) / std::max(fitting, 1L);
-  while (made.tiles < job.h.outputs && job.batch * made.tiles < 4 * threads && job.batch * made.tiles % threads)
+  const long fitting = std::max(((HIDDEN_FLOATS / (made.line * chunk) - job.h.kernel) / job.h.stride + 1) / group, 1L);
+  made.tiles = (made.groups + fitting - 1) / fitting;
+  while (made.tiles < made.groups && job.batch * made.tiles < 4 * threads && job.batch * made.tiles % threads)
     made.tiles++;
-  const long rows = (job.h.outputs + made.tiles - 1) / made.tiles;
+  const long rows = (made.groups + made.tiles - 1) / made.tiles * group;
   made.plane = ((rows - 1) * job.h.stride + job.h.kernel) * made.line;
-  made.strip = std::min(rows, std::max(1L, STRIP_PIXELS / job.w.outputs));
+  made.strip = std::min(rows, std::max(1L, STRIP_PIXELS / (job.w.outputs * group)) * group);
   // Columns past the end of a row are computed too: they read and write a little more.
   made.hidden_floats = made.plane * chunk + (COLUMNS * job.w.stride + job.w.kernel) * LANES;
   made.strip_floats = (made.strip * job.w.outputs + COLUMNS) * chunk * LANES;
@@ -71,6 +75,7 @@ struct Block : Job, Shape {
   float *y;
   const float *expand, *expand_bias, *depthwise, *depthwise_bias, *project, *project_bias;
   Activation first, second;
+  PatchSums of_expand, of_depthwise;
   float *scratch;
 };
 
@@ -221,6 +226,7 @@ struct Chunk {
 };
 
 struct Tile {
+  long image;
   long first, rows;          // of the output
   long inner, inner_rows;    // of x, inside the map
   long above;                // rows of zeros before those
@@ -231,8 +237,9 @@ struct Tile {
 INLINE Tile tile_of(const Block &job, long item) {
   const long n = item / job.plan.tiles, number = item % job.plan.tiles;
   Tile made;
-  made.first = job.h.outputs * number / job.plan.tiles;
-  made.rows = job.h.outputs * (number + 1) / job.plan.tiles - made.first;
+  made.image = n;
+  made.first = job.plan.groups * number / job.plan.tiles * job.plan.group;
+  made.rows = std::min(job.plan.groups * (number + 1) / job.plan.tiles * job.plan.group, job.h.outputs) - made.first;
   const long top = made.first * job.h.stride - job.h.padding;
   const long bottom = top + (made.rows - 1) * job.h.stride + job.h.kernel;
   made.inner = std::min(std::max(top, 0L), job.h.size);
@@ -282,6 +289,29 @@ INLINE void fill_hidden(const Block &job, const Tile &tile, const Chunk &chunk, 
   }
 }
 
+// Of the hidden rows, those that no other tile has as its own.
+EACH_PROCESSOR void sum_hidden(const Block &job, const Tile &tile, const Chunk &chunk, const float *hidden) {
+  const long first = tile.first * job.h.stride;
+  const bool is_last = tile.first + tile.rows == job.h.outputs;
+  const long count = (is_last ? job.h.size : first + tile.rows * job.h.stride) - first;
+  for (long v = chunk.begin; v < chunk.end; v++) {
+    const float *from = hidden + (v - chunk.begin) * job.plan.plane + job.h.padding * job.plan.line;
+    const Rows rows = {from + job.w.padding * LANES, job.plan.line, LANES, tile.image, first, count, job.h.size,
+                       job.w.size, job.hidden};
+    sum_patches(job.of_expand, rows, v);
+  }
+}
+
+EACH_PROCESSOR void sum_strip(const Block &job, long image, const Chunk &chunk, long first, long count,
+                              const float *strip) {
+  const long depth = chunk.channels();
+  for (long v = chunk.begin; v < chunk.end; v++) {
+    const Rows rows = {strip + (v - chunk.begin) * LANES, job.w.outputs * depth, depth, image, first, count,
+                       job.h.outputs, job.w.outputs, job.hidden};
+    sum_patches(job.of_depthwise, rows, v);
+  }
+}
+
 INLINE void project_strip(const Block &job, const float *strip, const Chunk &chunk, long count, const float *other,
                           float *y) {
   const Panels panels(job.outputs);
@@ -304,6 +334,7 @@ INLINE void run_strips(const Block &job, const Tile &tile, const Chunk &chunk, c
       const float *from = hidden + (v - chunk.begin) * job.plan.plane + i * job.h.stride * job.plan.line;
       depthwise(job, from, v, rows, strip + (v - chunk.begin) * LANES, chunk.channels());
     }
+    if (job.of_depthwise.means) sum_strip(job, tile.image, chunk, tile.first + i, rows, strip);
     const float *other = tile.other ? tile.other + at : nullptr;
     project_strip(job, strip, chunk, rows * job.w.outputs, other, tile.y + at);
   }
@@ -322,6 +353,7 @@ EACH_PROCESSOR void block_share(void *given) {
     for (long panel = 0; panel < panels.count; panel += PANELS_PER_CHUNK) {
       const Chunk chunk(panels, panel);
       fill_hidden(job, tile, chunk, hidden);
+      if (job.of_expand.means) sum_hidden(job, tile, chunk, hidden);
       run_strips(job, tile, chunk, hidden, strip);
     }
   }
@@ -333,20 +365,117 @@ Shape shape_of(const int64_t *s) {
 }
 
 Activation activation_of(const float *a) { return {Activation::Kind(int(a[0])), a[1], a[2]}; }
+
+// Of the two hidden maps: where to put what is kept, the sides of patches, the bounds of gates. All null if it is frozen.
+struct Kept {
+  void *const *pointers;  // means and open pixels, twice; of the first null where there is no expansion
+  const int64_t *sides;
+  const float *bounds;
+  PatchSums of(int map) const {
+    if (!pointers) return {};
+    return {static_cast<float *>(pointers[2 * map]), static_cast<uint8_t *>(pointers[2 * map + 1]), sides[2 * map],
+            sides[2 * map + 1], bounds[2 * map], bounds[2 * map + 1]};
+  }
+  long group() const { return sides ? sides[2] : 1; }
+};
+
+// ------------------------------------------------------------------------------------------------- weights
+
+// A stage as its layer has it: rows of `inputs` weights; scale and bias null where they are one and zero.
+struct Stage {
+  const float *weight, *scale, *bias;
+  long inputs, outputs;
+};
+
+struct Packing : Job, Shape {
+  Stage expand, depthwise, project;
+  float *packed;
+};
+
+// The floats of a stage's packed bias and weight, of which the latter has `depth` per output.
+long packed_floats(long outputs, long depth) { return Panels(outputs).vectors * LANES * (1 + depth); }
+
+INLINE float weight_at(const Stage &stage, long output, long input) {
+  if (output >= stage.outputs || input >= stage.inputs) return 0.0f;
+  return stage.weight[output * stage.inputs + input] * (stage.scale ? stage.scale[output] : 1.0f);
+}
+
+INLINE void pack_bias(const Stage &stage, float *to) {
+  for (long o = 0; o < Panels(stage.outputs).vectors * LANES; o++)
+    to[o] = stage.bias && o < stage.outputs ? stage.bias[o] : 0.0f;
+}
+
+// Of each panel, the inputs of one thread's share of `depth`.
+INLINE void pack_panels(const Job &job, const Stage &stage, long depth, float *to) {
+  const Panels panels(stage.outputs);
+  const Share mine = my_share(job, depth);
+  for (long panel = 0; panel < panels.count; panel++) {
+    const long begin = panels.begin(panel) * LANES, width = panels.begin(panel + 1) * LANES - begin;
+    for (long k = mine.begin; k < mine.end; k++)
+      for (long o = 0; o < width; o++) to[begin * depth + k * width + o] = weight_at(stage, begin + o, k);
+  }
+}
+
+INLINE void pack_taps(const Job &job, const Stage &stage, float *to) {
+  const Share mine = my_share(job, Panels(stage.outputs).vectors);
+  for (long v = mine.begin; v < mine.end; v++)
+    for (long tap = 0; tap < stage.inputs; tap++)
+      for (long o = 0; o < LANES; o++)
+        to[(v * stage.inputs + tap) * LANES + o] = weight_at(stage, v * LANES + o, tap);
+}
+
+EACH_PROCESSOR void pack_share(void *given) {
+  const Packing &job = *static_cast<Packing *>(given);
+  const long hidden = Panels(job.hidden).vectors * LANES, outputs = Panels(job.outputs).vectors * LANES;
+  float *to = job.packed;
+  const bool is_first = job.alone || thread_number() == 0;
+  if (job.expands) {
+    if (is_first) pack_bias(job.expand, to);
+    pack_panels(job, job.expand, job.inputs, to + hidden);
+    to += packed_floats(job.hidden, job.inputs);
+  }
+  if (is_first) pack_bias(job.depthwise, to);
+  pack_taps(job, job.depthwise, to + hidden);
+  to += packed_floats(job.hidden, job.depthwise.inputs);
+  if (is_first) pack_bias(job.project, to);
+  pack_panels(job, job.project, hidden, to + outputs);
+}
 }  // namespace
 
-// Floats of working memory.
-EXPORT long gf_inverted_residual_scratch(const int64_t *shape, int threads) {
-  const Plan plan = plan_of(shape_of(shape), threads);
+// Floats of packed weights.
+EXPORT long gf_inverted_residual_packed(const int64_t *shape) {
+  const Shape job = shape_of(shape);
+  return (job.expands ? packed_floats(job.hidden, job.inputs) : 0) +
+         packed_floats(job.hidden, job.h.kernel * job.w.kernel) +
+         packed_floats(job.outputs, Panels(job.hidden).vectors * LANES);
+}
+
+// stages: weight, scale and bias of each; null where there is none.
+EXPORT void gf_inverted_residual_pack(const float *const *stages, const int64_t *shape, float *packed, int threads) {
+  Packing job;
+  static_cast<Shape &>(job) = shape_of(shape);
+  job.packed = packed;
+  job.expand = {stages[0], stages[1], stages[2], job.inputs, job.hidden};
+  job.depthwise = {stages[3], stages[4], stages[5], job.h.kernel * job.w.kernel, job.hidden};
+  job.project = {stages[6], stages[7], stages[8], job.hidden, job.outputs};
+  run(pack_share, job, job.hidden * (job.inputs + job.outputs), threads);
+}
+
+// Floats of working memory. sides: of the patches of both hidden maps where it trains, else null.
+EXPORT long gf_inverted_residual_scratch(const int64_t *shape, const int64_t *sides, int threads) {
+  const Plan plan = plan_of(shape_of(shape), sides ? sides[2] : 1, threads);
   return threads * (plan.hidden_floats + plan.strip_floats);
 }
 
-// weights: of each stage the bias and the packed weight, one after the other.
+// weights: packed. kept, sides, bounds: see Kept.
 EXPORT void gf_inverted_residual(const float *x, const float *other, float *y, const float *weights,
-                                 const int64_t *shape, const float *activations, float *scratch, int threads) {
+                                 const int64_t *shape, const float *activations, void *const *kept,
+                                 const int64_t *sides, const float *bounds, float *scratch, int threads) {
   Block job;
   static_cast<Shape &>(job) = shape_of(shape);
-  job.plan = plan_of(job, threads);
+  const Kept keep{kept, sides, bounds};
+  job.of_expand = keep.of(0), job.of_depthwise = keep.of(1);
+  job.plan = plan_of(job, keep.group(), threads);
   job.x = x, job.other = other, job.y = y, job.scratch = scratch;
   job.first = activation_of(activations), job.second = activation_of(activations + 3);
   const long hidden = Panels(job.hidden).vectors * LANES, outputs = Panels(job.outputs).vectors * LANES;

@@ -1,27 +1,24 @@
-"""The call into inverted_residual.cpp, and weights as it reads them."""
+"""The calls into inverted_residual.cpp: an inverted residual in one pass."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
 
-__all__ = ["Sizes", "Stage", "is_built", "pack", "run", "sizes"]
-
-WIDEST = 3  # vectors of a panel, as in products.h
-_NAMES = ("gf_inverted_residual", "gf_inverted_residual_scratch")
+__all__ = ["Patches", "Sizes", "Stage", "is_built", "pack", "run", "sizes"]
 
 
 class Stage(NamedTuple):
-    """One convolution's weight and bias, with its norm in them."""
+    """One convolution: its contiguous weight, and what its outputs are then multiplied by and gain."""
 
     weight: Tensor
+    scale: Tensor | None
     bias: Tensor | None
 
 
@@ -32,42 +29,19 @@ class Sizes(NamedTuple):
     numbers: Any
 
 
+class Patches(NamedTuple):
+    """Of what a trained block keeps: for each hidden map the patches' means, and counts of open pixels.
+
+    bounds: of the two gates. The first map is left out where there is no expansion.
+    """
+
+    shapes: tuple[Sequence[int] | None, Sequence[int]]
+    sides: Any
+    bounds: Any
+
+
 def is_built() -> bool:
-    return (_NAMES[0], torch.float32) in native._functions()
-
-
-def pack(*, expand: Stage | None, depthwise: Stage, project: Stage) -> Tensor:
-    """All of a block's numbers in the order in which they are read."""
-    hidden, taps = _whole(len(depthwise.weight)), depthwise.weight[0].numel()
-    by_vector = _filled(depthwise.weight.flatten(1), hidden).view(-1, native.lanes(), taps).transpose(1, 2)
-    parts = [] if expand is None else [_bias(expand), *_panels(_filled(expand.weight.flatten(1), hidden))]
-    parts += [_bias(depthwise), by_vector]
-    outputs = _filled(project.weight.flatten(1), _whole(len(project.weight)))
-    parts += [_bias(project), *_panels(F.pad(outputs, (0, hidden - outputs.shape[1])))]
-    return torch.cat([part.reshape(-1) for part in parts])
-
-
-def _whole(channels: int) -> int:
-    return -(-channels // native.lanes()) * native.lanes()
-
-
-def _filled(rows: Tensor, count: int) -> Tensor:
-    return F.pad(rows, (0, 0, 0, count - len(rows)))
-
-
-def _bias(stage: Stage) -> Tensor:
-    count = len(stage.weight)
-    bias = stage.weight.new_zeros(count) if stage.bias is None else stage.bias
-    return F.pad(bias, (0, _whole(count) - count))
-
-
-def _panels(weight: Tensor) -> Iterator[Tensor]:
-    """Output channels in panels of nearly equal width, each by input channel."""
-    vectors = len(weight) // native.lanes()
-    count = -(-vectors // WIDEST)
-    for panel in range(count):
-        begin, end = (vectors * p // count * native.lanes() for p in (panel, panel + 1))
-        yield weight[begin:end].t()
+    return ("gf_inverted_residual", torch.float32) in native._functions()
 
 
 def sizes(n: int, channels: tuple[int, int, int], expands: bool, axes: Sequence[tuple[int, ...]]) -> Sizes:
@@ -76,14 +50,51 @@ def sizes(n: int, channels: tuple[int, int, int], expands: bool, axes: Sequence[
     return Sizes((n, channels[-1], axes[0][1], axes[1][1]), (ctypes.c_int64 * len(numbers))(*numbers))
 
 
-def run(x: Tensor, other: Tensor | None, weights: Tensor, sizes: Sizes, activations: Any) -> Tensor:
-    """The block of x, and ``other`` added; two activations of three float32 each, as the pass reads them."""
-    run_block, count_scratch = (native._functions()[name, torch.float32] for name in _NAMES)
+def patches(
+    shapes: tuple[Sequence[int] | None, Sequence[int]], sides: Sequence[int], bounds: Sequence[float]
+) -> Patches:
+    """sides, bounds: two of each map."""
+    return Patches(shapes, (ctypes.c_int64 * 4)(*sides), (ctypes.c_float * 4)(*bounds))
+
+
+def pack(sizes: Sizes, *, expand: Stage | None, depthwise: Stage, project: Stage) -> Tensor:
+    """All of a block's numbers in the order in which they are read."""
+    made = torch.empty(_function("packed")(sizes.numbers), dtype=torch.float32)
+    stages = [t for stage in (expand, depthwise, project) for t in stage or (None, None, None)]
+    pointers = (ctypes.c_void_p * len(stages))(*map(native._pointer, stages))
+    _function("pack")(pointers, sizes.numbers, made.data_ptr(), torch.get_num_threads())
+    return made
+
+
+def run(
+    x: Tensor,
+    other: Tensor | None,
+    weights: Tensor,
+    sizes: Sizes,
+    activations: Any,
+    patches: Patches | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The block of x, and ``other`` added; two activations of three float32 each, as the pass reads them.
+
+    With patches, also means and open pixels of the first hidden map and of the second.
+    """
     threads = torch.get_num_threads()
-    y = torch.empty(sizes.y_shape, dtype=torch.float32, memory_format=torch.channels_last)
-    scratch = torch.empty(count_scratch(sizes.numbers, threads), dtype=torch.float32)
-    run_block(
-        x.data_ptr(), None if other is None else other.data_ptr(), y.data_ptr(), weights.data_ptr(),
-        sizes.numbers, activations, scratch.data_ptr(), threads,
+    y = native._empty(sizes.y_shape, torch.float32)
+    kept: list[Tensor | None] = []
+    pointers = sides = bounds = None
+    if patches is not None:
+        for shape in patches.shapes:
+            for dtype in (torch.float32, torch.uint8):
+                kept.append(None if shape is None else native._empty(shape, dtype))
+        pointers = (ctypes.c_void_p * 4)(*map(native._pointer, kept))
+        sides, bounds = patches.sides, patches.bounds
+    scratch = torch.empty(_function("scratch")(sizes.numbers, sides, threads), dtype=torch.float32)
+    _function()(
+        x.data_ptr(), native._pointer(other), y.data_ptr(), weights.data_ptr(), sizes.numbers, activations,
+        pointers, sides, bounds, scratch.data_ptr(), threads,
     )  # fmt: skip
-    return y
+    return y, kept
+
+
+def _function(name: str = "") -> ctypes._NamedFuncPointer:
+    return native._functions()[f"gf_inverted_residual_{name}".rstrip("_"), torch.float32]

@@ -16,6 +16,7 @@ __all__ = ["Axis", "fits", "kernel_gradient"]
 _NAMES = ("gf_kernel_gradient", "gf_kernel_gradient_scratch")
 _NARROW = 16  # input channels: fewer do not fill the vectors
 _DENSE = 2  # dilation: with more, most of what is packed is never read
+_MANY = 1024  # pixels of a gradient: with more, oneDNN is faster where its vectors are as wide
 
 
 class Axis(NamedTuple):
@@ -31,9 +32,11 @@ class Axis(NamedTuple):
 
 def fits(grad: Tensor, x: Tensor, axes: Sequence[Axis]) -> bool:
     """Whether the pass can work on these maps, and is worth it."""
-    known = (_NAMES[0], grad.dtype) in native._functions()
-    worth = x.shape[1] >= _NARROW and all(axis.dilation <= _DENSE for axis in axes)
-    return known and worth and native.fits(grad, x)
+    if (_NAMES[0], grad.dtype) not in native._functions():
+        return False
+    few = grad.numel() <= _MANY * grad.shape[1] or native.lanes() == 8
+    worth = few and x.shape[1] >= _NARROW and all(axis.dilation <= _DENSE for axis in axes)
+    return worth and native.fits(grad, x)
 
 
 def kernel_gradient(grad: Tensor, x: Tensor, axes: Sequence[Axis]) -> Tensor:

@@ -5,7 +5,7 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__AVX512F__)
 #define EACH_PROCESSOR __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
-#define EACH_PROCESSOR
+#define EACH_PROCESSOR __attribute__((noinline))  // as clones are: each has all registers to itself
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT extern "C" __attribute__((visibility("default")))

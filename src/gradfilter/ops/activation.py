@@ -105,7 +105,7 @@ class Gate(NamedTuple):
 
 def _is_native(maps: Tensor, grid: Grid) -> bool:
     """Whether the native passes serve: patches of whole maps (N, C, H, W), whose pixels one byte counts."""
-    return not grid.is_dense and grid.patches[:2] == (1, 1) and prod(grid.patches) < 256 and native.fits(maps)
+    return not grid.is_dense and native.serves_patches(maps, grid.patches)
 
 
 @lru_cache(maxsize=64)

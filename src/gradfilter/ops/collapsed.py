@@ -11,7 +11,7 @@ from ..geometry import ConvGeometry
 from ..grid import Grid, apply_along, pixels
 from .exact_conv import Gradients, Want
 from .layout import kernel_rows, rows
-from .matmul import product
+from .matmul import product, transposed_product
 
 __all__ = ["Collapsed", "every_tap"]
 
@@ -59,8 +59,7 @@ class Collapsed:
             )
         if want.weight and x is not None:
             out, into = (rows(x), flat) if self.geometry.transposed else (flat, rows(x))
-            out = out if self.total == 1 else out * self.total
-            weight_grad = every_tap(product(out.t(), into), weight)
+            weight_grad = every_tap(_times(self.total, out, into), weight)
         return Gradients(x_grad, weight_grad)
 
     def _summed_kernel(self, weight: Tensor) -> Tensor:
@@ -120,6 +119,15 @@ class Collapsed:
         arguments = (None, ones, zeros, ones, False, zeros, geometry.groups, [False, True, False])
         kernel_grad: Tensor = torch.ops.aten.convolution_backward(out, into, like, *arguments)[1]
         return kernel_grad.flatten(1).mul_(self.total)
+
+
+def _times(factor: float, a: Tensor, b: Tensor) -> Tensor:
+    """a.t() @ b * factor, which is applied where there are fewer numbers."""
+    if factor == 1:
+        return transposed_product(a, b)
+    if len(a) < b.shape[1]:
+        return transposed_product(a * factor, b)
+    return transposed_product(a, b).mul_(factor)
 
 
 def every_tap(flat: Tensor, weight: Tensor) -> Tensor:

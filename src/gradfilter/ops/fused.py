@@ -141,6 +141,15 @@ class FusedConv:
         """Weight and bias as they are now, with the norm in them."""
         return self._fold(self.conv.weight.detach(), self.conv.bias)
 
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The contiguous weight, what its outputs are multiplied by, and what is then added."""
+        weight, bias = self.conv.weight.detach().contiguous(), self.conv.bias
+        bias = None if bias is None else bias.detach()
+        if self.norm is None:
+            return weight, None, bias
+        scale, shift = self._known_factors(weight.dtype)
+        return weight, scale, shift if bias is None else shift + bias * scale
+
     def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolution and norm with the weight as it is now, and the activation if it is a gate."""
         return self.trained_folded(x, *self._fold(weight, bias))
@@ -173,16 +182,18 @@ class FusedConv:
         """Make it the output: bias, norm, gate. Returns what is kept of the gate."""
         gate: Any = self.activation.slope
         limits, bounds = _EVERYTHING if gate is None else ((gate.low, gate.high), gate.bounds(y.dtype))
-        bias = self.conv.bias
-        scale, shift = self._known_factors(y.dtype)
-        norm = (scale, shift if bias is None else shift + bias.detach() * scale)
+        norm: Any = self.parts()[1:]
         count, means = native.finish(y, norm, limits, grid.patches[2:], grid.coarse_shape, bounds)
         remember_means(y, grid, means)
         return None if gate is None else count
 
     @property
     def norm_trains(self) -> bool:
-        return self.norm is not None and any(p.requires_grad for p in self.norm.parameters())
+        return self.norm is not None and _has_trained(self.norm)
+
+    @property
+    def trains(self) -> bool:
+        return _has_trained(self.conv) or self.norm_trains
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What the norm multiplies by and adds, in float32 at least; autograd goes on to scale and shift."""
@@ -225,9 +236,12 @@ class FusedConv:
 
     def geometry(self, x: Tensor) -> ConvGeometry:
         """Of the convolution of x, which has its batch."""
+        return self.geometry_of(tuple(x.shape))
+
+    def geometry_of(self, shape: tuple[int, ...]) -> ConvGeometry:
         conv: Any = self.conv
         settings = (conv.stride, conv.padding, conv.dilation, conv.groups)
-        return conv_geometry(tuple(x.shape), conv.out_channels, conv.kernel_size, *settings)
+        return conv_geometry(shape, conv.out_channels, conv.kernel_size, *settings)
 
     def _run(
         self,
@@ -287,6 +301,11 @@ def _alike(bias: Tensor, weight: Tensor, outputs: int) -> bool:
     return (bias.dtype, bias.device, tuple(bias.shape)) == (weight.dtype, weight.device, (outputs,))
 
 
+def _has_trained(module: nn.Module) -> bool:
+    """Whether any of its own parameters is; as nn.Module.parameters would tell, only faster."""
+    return any(p is not None and p.requires_grad for p in module._parameters.values())
+
+
 _CONV, _NORM = ("weight", "bias"), ("running_mean", "running_var", "weight", "bias")
 
 
@@ -318,7 +337,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     outputs = len(weight)
     made = product(rows(x), weight.flatten(1).t(), bias)
     # Not a view: autograd would not let that be written to.
-    return made.as_strided_((n, outputs, height, width), (height * width * outputs, 1, width * outputs, outputs))
+    return made.as_strided_(
+        (n, outputs, height, width), (height * width * outputs, 1, width * outputs, outputs)
+    )
 
 
 def _run_in_tiles(

@@ -1,4 +1,4 @@
-"""A frozen inverted residual in one native pass, so that its wide hidden maps never reach memory.
+"""An inverted residual in one native pass, so that its wide hidden maps never reach memory.
 
 Expand (1x1) and its activation, depthwise and its activation, project (1x1), and a residual sum. Where the
 pass does not serve, its convolutions run one after the other. Results differ by rounding.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..native import inverted_residual as native
 from ..native import is_channels_last
 from .fused import Activation, FusedConv
+from .trained_block import Training, training_of
 
 __all__ = ["InvertedResidual", "is_depthwise", "is_native"]
 
@@ -47,8 +48,8 @@ def _numbers(activation: Activation) -> tuple[float, ...] | None:
 class InvertedResidual:
     """Two or three fused convolutions as one; ``expand`` is None where x is the hidden map.
 
-    one_by_one: the same, for where the native pass does not serve. Weights are packed once, and again when
-    they have changed.
+    one_by_one: the same, for where the native pass does not serve. Frozen weights are packed once, and again
+    when they have changed.
     """
 
     def __init__(
@@ -60,33 +61,45 @@ class InvertedResidual:
     ) -> None:
         self.expand, self.depthwise, self.project, self.one_by_one = expand, depthwise, project, one_by_one
         self.stages = [stage for stage in (expand, depthwise, project) if stage is not None]
-        self._packed: tuple[list[Any], Tensor | None] | None = None
+        self._packed: tuple[list[Any], Tensor] | None = None
         self._sizes: tuple[tuple[int, ...], native.Sizes | None] | None = None
+        self._training: tuple[Any, Training | None] | None = None
         first, second = (() if s is None else _numbers(s.activation) or () for s in (expand, depthwise))
         self._activations = (ctypes.c_float * 6)(*(first or second), *second)
 
     def __call__(self, x: Tensor, *other: Tensor) -> Tensor:
         """The block of x, with ``other`` added if it is given."""
-        sizes = self._sizes_for(tuple(x.shape)) if native.is_built() and _is_plain(x) else None
-        weights = None if sizes is None else self._weights()
-        if sizes is None or weights is None or not all(_is_plain(o, sizes.y_shape) for o in other):
-            return self.one_by_one(x, *other)
-        return native.run(x, other[0] if other else None, weights, sizes, self._activations)
+        with torch._C.DisableTorchFunction():  # the region has no part in what happens inside
+            made = self._native(x, *other)
+        return self.one_by_one(x, *other) if made is None else made
 
-    def _weights(self) -> Tensor | None:
-        """None where they are not all float32 on a CPU."""
+    def _native(self, x: Tensor, *other: Tensor) -> Tensor | None:
+        sizes = self._sizes_for(tuple(x.shape)) if native.is_built() and _is_plain(x) else None
+        if sizes is None or not all(_is_plain(o, sizes.y_shape) for o in other):
+            return None
+        parts = [native.Stage(*stage.parts()) for stage in self.stages]
+        if any(t is not None and not _is_plain_float(t) for part in parts for t in part):
+            return None
+        expand = None if self.expand is None else parts[0]
+        stages: dict[str, Any] = {"expand": expand, "depthwise": parts[-2], "project": parts[-1]}
+        if torch.is_grad_enabled() and (x.requires_grad or any(stage.trains for stage in self.stages)):
+            return self._trained(x, sizes, stages)
         state = [part for stage in self.stages for part in stage.state()]
         if self._packed is None or self._packed[0] != state:
-            self._packed = (state, self._pack())
-        return self._packed[1]
+            self._packed = (state, native.pack(sizes, **stages))
+        return native.run(x, other[0] if other else None, self._packed[1], sizes, self._activations)[0]
 
-    def _pack(self) -> Tensor | None:
-        stages = [native.Stage(*stage.folded()) for stage in self.stages]
-        tensors = [t for stage in stages for t in stage if t is not None]
-        if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
+    def _trained(self, x: Tensor, sizes: native.Sizes, stages: dict[str, Any]) -> Tensor | None:
+        key = (x.shape, *(stage.conv.gradfilter_method for stage in self.stages))
+        if self._training is None or self._training[0] != key:
+            self._training = (key, training_of(self.stages, x))
+        training = self._training[1]
+        if training is None or any(stage.norm_trains for stage in self.stages):
             return None
-        expand = None if self.expand is None else stages[0]
-        return native.pack(expand=expand, depthwise=stages[-2], project=stages[-1])
+        with torch.no_grad():
+            weights = native.pack(sizes, **stages)
+            y, kept = native.run(x, None, weights, sizes, self._activations, training.patches)
+        return training.linked(x, y, kept)
 
     def _sizes_for(self, x_shape: tuple[int, ...]) -> native.Sizes | None:
         """None where the convolutions cannot read such maps."""
@@ -107,12 +120,15 @@ class InvertedResidual:
         return native.sizes(n, channels, self.expand is not None, axes)
 
 
+def _is_plain_float(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
 def _is_plain(maps: Tensor, shape: tuple[int, ...] | None = None) -> bool:
     """Whether the native pass can read these maps."""
     return (
         type(maps) is Tensor
-        and maps.dtype == torch.float32
-        and maps.device.type == "cpu"
+        and _is_plain_float(maps)
         and maps.numel() > 0
         and is_channels_last(maps)
         and (shape is None or tuple(maps.shape) == shape)

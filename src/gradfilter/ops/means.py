@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import native
 from ..grid import Grid, pool
 
 __all__ = ["patch_means", "remember_means"]
@@ -20,7 +21,7 @@ def patch_means(x: Tensor, grid: Grid) -> Tensor:
     if grid.is_dense:
         return x  # not to be remembered: a tensor that holds itself is freed late
     if x.grad_fn is None:  # the user's own tensor, who may refill it in ways that nobody sees
-        return pool(x, grid)
+        return _pooled(x, grid)
     known = _known(x)
     if grid.patches not in known:
         remember_means(x, grid, _from_finer(known, grid, x))
@@ -41,8 +42,15 @@ def _from_finer(known: dict[tuple[int, ...], Tensor], grid: Grid, x: Tensor) -> 
         nests = all(p % q == 0 for p, q in zip(grid.patches, patches, strict=True))
         if nests and Grid.of(grid.shape, patches).is_even:
             steps = tuple(p // q for p, q in zip(grid.patches, patches, strict=True))
-            return pool(means, Grid.of(tuple(means.shape), steps))
-    return pool(x, grid)
+            return _pooled(means, Grid.of(tuple(means.shape), steps))
+    return _pooled(x, grid)
+
+
+def _pooled(x: Tensor, grid: Grid) -> Tensor:
+    if not native.serves_patches(x, grid.patches):
+        return pool(x, grid)
+    nobody = (float("nan"), float("nan"))
+    return native.open_pixels_and_means(x, grid.patches[2:], grid.coarse_shape, nobody)[1]
 
 
 def _known(x: Any) -> dict[tuple[int, ...], Tensor]:
