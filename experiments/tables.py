@@ -9,6 +9,7 @@ and the list of recipes into docs/recipes.md, from their files.
     python experiments/native_pass.py
     python experiments/kernel_gradient.py
     python experiments/tiles.py
+    python experiments/products.py
     python experiments/methods.py
     python experiments/hosvd_speed.py tail, accelerated, eager
     python experiments/peaks.py
@@ -153,7 +154,7 @@ def _ways(name: str) -> str:
         return MISSING
     ways = list(dict.fromkeys(row["way"] for row in record["rows"]))
     judged = [way for way in ways if "error" in record["rows"][0]]
-    lines = [["map", *ways, *(f"error of {way}" for way in judged)]]
+    lines = [["sizes", *ways, *(f"error of {way}" for way in judged)]]
     for shape in dict.fromkeys(tuple(row["shape"]) for row in record["rows"]):
         own = {row["way"]: row for row in record["rows"] if tuple(row["shape"]) == shape}
         lines.append([" x ".join(map(str, shape)), *(f"{own[way]['ms']:.2f} ms" for way in ways)])
@@ -308,6 +309,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "native_pass": _native_pass,
     "kernel_gradient": partial(_ways, "kernel_gradient"),
     "tiles": partial(_ways, "tiles"),
+    "products": partial(_ways, "products"),
     "methods": _methods,
     "hosvd_speed": _hosvd_speed,
     "peaks": _peaks,

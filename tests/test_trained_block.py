@@ -242,6 +242,30 @@ def test_weights_of_the_last_step_are_the_ones_that_run(linked: list[Any]) -> No
         torch.testing.assert_close(faster(x), model(x), rtol=1e-4, atol=1e-4)
 
 
+def test_weights_that_were_replaced_are_looked_at(linked: list[Any]) -> None:
+    """One of another size must not be read as if it had the old one."""
+    model, x = gf.accelerate_(mobile(gf.GradientFilter(2))), picture()
+    model(x)
+    model[1].stages[3].weight = nn.Parameter(torch.randn(24, 1, 1, 1))  # type: ignore[index,union-attr]
+    with pytest.raises(RuntimeError):
+        model(x).sum().backward()
+    model[1].stages[3].weight = nn.Parameter(torch.randn(24, 1, 3, 3))  # type: ignore[index,union-attr]
+    model(x).sum().backward()
+    assert len(linked) == 2
+
+
+def test_layers_that_stop_training_are_noticed(linked: list[Any]) -> None:
+    model, x = mobile(gf.GradientFilter(2)), picture()
+    faster = gf.accelerate_(copy.deepcopy(model))
+    for frozen in ((), (0,), (0, 3), (0, 3, 6)):
+        for each in (model, faster):
+            for number in frozen:
+                each[1].stages[number].weight.requires_grad_(False)  # type: ignore[index,union-attr]
+        for a, b in zip(gradients(faster, x), gradients(model, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+    assert linked
+
+
 def test_small_batches_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch, linked: list[Any]) -> None:
     monkeypatch.undo()
     gf.accelerate_(mobile(gf.GradientFilter(2)))(picture()).sum().backward()

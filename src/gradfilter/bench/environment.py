@@ -69,6 +69,8 @@ def _processor() -> str:
         return f"{platform.processor() or _unavailable('the system does not say')}, {cores}"
     facts = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
     name = next((facts[key].strip() for key in ("model name", "Model", "Hardware") if key in facts), None)
+    if name and "cpu family" in facts:  # machines that are rented call all of their processors the same
+        name += f" (family{facts['cpu family']}, model{facts['model']})"
     return f"{name or _unavailable('not in /proc/cpuinfo')}, {cores}"
 
 

@@ -61,7 +61,7 @@ class InvertedResidual:
     ) -> None:
         self.expand, self.depthwise, self.project, self.one_by_one = expand, depthwise, project, one_by_one
         self.stages = [stage for stage in (expand, depthwise, project) if stage is not None]
-        self._packed: tuple[list[Any], Tensor] | None = None
+        self._packed: tuple[list[Any], Tensor | None] | None = None
         self._sizes: tuple[tuple[int, ...], native.Sizes | None] | None = None
         self._training: tuple[Any, Training | None] | None = None
         first, second = (() if s is None else _numbers(s.activation) or () for s in (expand, depthwise))
@@ -77,29 +77,39 @@ class InvertedResidual:
         sizes = self._sizes_for(tuple(x.shape)) if native.is_built() and _is_plain(x) else None
         if sizes is None or not all(_is_plain(o, sizes.y_shape) for o in other):
             return None
-        parts = [native.Stage(*stage.parts()) for stage in self.stages]
-        if any(t is not None and not _is_plain_float(t) for part in parts for t in part):
-            return None
-        expand = None if self.expand is None else parts[0]
-        stages: dict[str, Any] = {"expand": expand, "depthwise": parts[-2], "project": parts[-1]}
         if torch.is_grad_enabled() and (x.requires_grad or any(stage.trains for stage in self.stages)):
-            return self._trained(x, sizes, stages)
+            return None if other else self._trained(x, sizes)
         state = [part for stage in self.stages for part in stage.state()]
         if self._packed is None or self._packed[0] != state:
-            self._packed = (state, native.pack(sizes, **stages))
-        return native.run(x, other[0] if other else None, self._packed[1], sizes, self._activations)[0]
+            self._packed = (state, self._pack(sizes))
+        weights = self._packed[1]
+        if weights is None:
+            return None
+        return native.run(x, other[0] if other else None, weights, sizes, self._activations)[0]
 
-    def _trained(self, x: Tensor, sizes: native.Sizes, stages: dict[str, Any]) -> Tensor | None:
-        key = (x.shape, *(stage.conv.gradfilter_method for stage in self.stages))
+    def _trained(self, x: Tensor, sizes: native.Sizes) -> Tensor | None:
+        training = self._training_for(x)
+        weights = None if training is None else self._pack(sizes)
+        if training is None or weights is None:
+            return None
+        y, kept = native.run(x, None, weights, sizes, self._activations, training.patches)
+        return training.linked(x, y, kept)
+
+    def _training_for(self, x: Tensor) -> Training | None:
+        convs: list[Any] = [stage.conv for stage in self.stages]
+        methods = [getattr(conv, "gradfilter_method", None) for conv in convs]
+        key = (x.shape, methods, [conv.weight.requires_grad for conv in convs])
         if self._training is None or self._training[0] != key:
             self._training = (key, training_of(self.stages, x))
-        training = self._training[1]
-        if training is None or any(stage.norm_trains for stage in self.stages):
+        return None if any(stage.norm_trains for stage in self.stages) else self._training[1]
+
+    def _pack(self, sizes: native.Sizes) -> Tensor | None:
+        """The weights as they are now; None where the pass cannot read them."""
+        parts = [native.Stage(*stage.parts()) for stage in self.stages]
+        if not all(_is_readable(*pair) for pair in zip(self.stages, parts, strict=True)):
             return None
-        with torch.no_grad():
-            weights = native.pack(sizes, **stages)
-            y, kept = native.run(x, None, weights, sizes, self._activations, training.patches)
-        return training.linked(x, y, kept)
+        expand = None if self.expand is None else parts[0]
+        return native.pack(sizes, expand=expand, depthwise=parts[-2], project=parts[-1])
 
     def _sizes_for(self, x_shape: tuple[int, ...]) -> native.Sizes | None:
         """None where the convolutions cannot read such maps."""
@@ -118,6 +128,18 @@ class InvertedResidual:
             return None
         channels = (inputs, conv.in_channels, self.project.conv.out_channels)
         return native.sizes(n, channels, self.expand is not None, axes)
+
+
+def _is_readable(stage: FusedConv, part: native.Stage) -> bool:
+    """Whether all are float32 on a CPU, and as large as the modules say: they may have been replaced."""
+    conv = stage.conv
+    shape = (conv.out_channels, conv.in_channels // conv.groups, *conv.kernel_size)
+    factors = [t for t in (part.scale, part.bias) if t is not None]
+    return (
+        tuple(part.weight.shape) == shape
+        and all(tuple(t.shape) == shape[:1] for t in factors)
+        and all(_is_plain_float(t) for t in (part.weight, *factors))
+    )
 
 
 def _is_plain_float(tensor: Tensor) -> bool:

@@ -39,10 +39,8 @@ class Training:
     def linked(self, x: Tensor, y: Tensor, kept: Sequence[Tensor | None]) -> Tensor:
         """y as autograd's result of x. kept: means and open pixels of each hidden map, as made."""
         *inner, last = zip(self.stages, self.geometries, strict=True)
-        of_maps = zip(kept[::2], kept[1::2], strict=True)
-        known = [
-            pair for pair in of_maps if pair[0] is not None
-        ]  # all but the first where there is no expansion
+        # Where there is no expansion, nothing is kept of the first map, which is x.
+        known = [pair for pair in zip(kept[::2], kept[1::2], strict=True) if pair[0] is not None]
         for (stage, geometry), (means, count) in zip(inner, known, strict=True):
             slope = stage.activation.slope
             finish = _Once(means, None if slope is None else count).finish
@@ -99,12 +97,12 @@ def training_of(stages: Sequence[FusedConv], x: Tensor) -> Training | None:
         return None
     sides = [side for grid in grids for side in grid.patches[2:]]
     bounds = [bound for stage in stages[:-1] for bound in _bounds(stage)]
-    shapes = [grid.coarse_shape for grid in grids]
-    if len(grids) == 1:  # no expansion
-        return Training(
-            stages, geometries, native.patches((None, shapes[0]), [1, 1, *sides], [0, 0, *bounds])
-        )
-    return Training(stages, geometries, native.patches((shapes[0], shapes[1]), sides, bounds))
+    first, second = None, grids[-1].coarse_shape
+    if len(grids) == 2:
+        first = grids[0].coarse_shape
+    else:  # no expansion
+        sides, bounds = [1, 1, *sides], [0, 0, *bounds]
+    return Training(stages, geometries, native.patches((first, second), sides, bounds))
 
 
 def _keeps_means(stage: FusedConv, geometry: ConvGeometry) -> bool:
