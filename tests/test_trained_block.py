@@ -266,6 +266,30 @@ def test_layers_that_stop_training_are_noticed(linked: list[Any]) -> None:
     assert linked
 
 
+def test_much_padding(linked: list[Any]) -> None:
+    """Then rows of outputs have no rows of the hidden map to themselves, or only some."""
+    torch.manual_seed(0)
+    wide = nn.Conv2d(40, 40, 7, 2, 6, groups=40)
+    stages = [nn.Conv2d(4, 40, 1), nn.ReLU(), wide, nn.ReLU(), nn.Conv2d(40, 4, 1)]
+    model = gf.apply_(nn.Sequential(nn.Conv2d(3, 4, 1), *stages).eval(), gf.GradientFilter(2), "all")
+    model = model.to(memory_format=torch.channels_last)
+    found = gradients(gf.accelerate_(copy.deepcopy(model)), x := picture(9))
+    for a, b in zip(found, gradients(model, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+
+
+def test_another_default_type_changes_nothing(linked: list[Any]) -> None:
+    model, x = gf.accelerate_(mobile(gf.GradientFilter(2))), picture()
+    wanted = gradients(model, x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = gradients(model, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(linked) == 2
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_small_batches_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch, linked: list[Any]) -> None:
     monkeypatch.undo()
     gf.accelerate_(mobile(gf.GradientFilter(2)))(picture()).sum().backward()

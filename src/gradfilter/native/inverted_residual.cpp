@@ -293,7 +293,8 @@ INLINE void fill_hidden(const Block &job, const Tile &tile, const Chunk &chunk, 
 EACH_PROCESSOR void sum_hidden(const Block &job, const Tile &tile, const Chunk &chunk, const float *hidden) {
   const long first = tile.first * job.h.stride;
   const bool is_last = tile.first + tile.rows == job.h.outputs;
-  const long count = (is_last ? job.h.size : first + tile.rows * job.h.stride) - first;
+  // With much padding, outputs reach beyond the map.
+  const long end = is_last ? job.h.size : std::min(first + tile.rows * job.h.stride, job.h.size), count = end - first;
   for (long v = chunk.begin; v < chunk.end; v++) {
     const float *from = hidden + (v - chunk.begin) * job.plan.plane + job.h.padding * job.plan.line;
     const Rows rows = {from + job.w.padding * LANES, job.plan.line, LANES, tile.image, first, count, job.h.size,

@@ -144,11 +144,14 @@ class FusedConv:
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The contiguous weight, what its outputs are multiplied by, and what is then added."""
         weight, bias = self.conv.weight.detach().contiguous(), self.conv.bias
-        bias = None if bias is None else bias.detach()
         if self.norm is None:
-            return weight, None, bias
-        scale, shift = self._known_factors(weight.dtype)
-        return weight, scale, shift if bias is None else shift + bias * scale
+            return weight, None, None if bias is None else bias.detach()
+        return weight, *self._norm_and_bias(weight.dtype)
+
+    def _norm_and_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scale, shift = self._known_factors(dtype)
+        bias = self.conv.bias
+        return scale, shift if bias is None else shift + bias.detach() * scale
 
     def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolution and norm with the weight as it is now, and the activation if it is a gate."""
@@ -182,7 +185,7 @@ class FusedConv:
         """Make it the output: bias, norm, gate. Returns what is kept of the gate."""
         gate: Any = self.activation.slope
         limits, bounds = _EVERYTHING if gate is None else ((gate.low, gate.high), gate.bounds(y.dtype))
-        norm: Any = self.parts()[1:]
+        norm = self._norm_and_bias(y.dtype)
         count, means = native.finish(y, norm, limits, grid.patches[2:], grid.coarse_shape, bounds)
         remember_means(y, grid, means)
         return None if gate is None else count
@@ -284,11 +287,12 @@ class FusedConv:
     def _known_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Those of a norm that stays, worked out again only when it has been changed all the same."""
         state = [dtype, *_state(self.norm, _NORM)]
-        if self._norm_factors is None or self._norm_factors[0] != state:
+        known = self._norm_factors  # once: other threads may replace it
+        if known is None or known[0] != state:
             with torch.no_grad():
                 scale, shift = self.factors(dtype)
-            self._norm_factors = (state, scale.to(dtype), shift.to(dtype))
-        return self._norm_factors[1], self._norm_factors[2]
+            known = self._norm_factors = (state, scale.to(dtype), shift.to(dtype))
+        return known[1], known[2]
 
 
 def with_norm(weight: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,9 +80,10 @@ class InvertedResidual:
         if torch.is_grad_enabled() and (x.requires_grad or any(stage.trains for stage in self.stages)):
             return None if other else self._trained(x, sizes)
         state = [part for stage in self.stages for part in stage.state()]
-        if self._packed is None or self._packed[0] != state:
-            self._packed = (state, self._pack(sizes))
-        weights = self._packed[1]
+        packed = self._packed  # once, here and below: other threads may replace it
+        if packed is None or packed[0] != state:
+            packed = self._packed = (state, self._pack(sizes))
+        weights = packed[1]
         if weights is None:
             return None
         return native.run(x, other[0] if other else None, weights, sizes, self._activations)[0]
@@ -99,9 +100,10 @@ class InvertedResidual:
         convs: list[Any] = [stage.conv for stage in self.stages]
         methods = [getattr(conv, "gradfilter_method", None) for conv in convs]
         key = (x.shape, methods, [conv.weight.requires_grad for conv in convs])
-        if self._training is None or self._training[0] != key:
-            self._training = (key, training_of(self.stages, x))
-        return None if any(stage.norm_trains for stage in self.stages) else self._training[1]
+        known = self._training
+        if known is None or known[0] != key:
+            known = self._training = (key, training_of(self.stages, x))
+        return None if any(stage.norm_trains for stage in self.stages) else known[1]
 
     def _pack(self, sizes: native.Sizes) -> Tensor | None:
         """The weights as they are now; None where the pass cannot read them."""
@@ -113,9 +115,10 @@ class InvertedResidual:
 
     def _sizes_for(self, x_shape: tuple[int, ...]) -> native.Sizes | None:
         """None where the convolutions cannot read such maps."""
-        if self._sizes is None or self._sizes[0] != x_shape:
-            self._sizes = (x_shape, self._measure(*x_shape))
-        return self._sizes[1]
+        known = self._sizes
+        if known is None or known[0] != x_shape:
+            known = self._sizes = (x_shape, self._measure(*x_shape))
+        return known[1]
 
     def _measure(self, n: int, inputs: int, *spatial: int) -> native.Sizes | None:
         conv: Any = self.depthwise.conv

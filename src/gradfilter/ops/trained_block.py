@@ -75,7 +75,7 @@ def _node(x: Tensor, stage: FusedConv, geometry: ConvGeometry, followers: Follow
 
 def _stand_in(shape: Sequence[int]) -> Tensor:
     """One number where all of a map should be; in place, because autograd has its own ideas about views."""
-    return torch.zeros(1).as_strided_(shape, [0] * len(shape))
+    return torch.zeros(1, dtype=torch.float32).as_strided_(shape, [0] * len(shape))
 
 
 def training_of(stages: Sequence[FusedConv], x: Tensor) -> Training | None:
