@@ -290,6 +290,15 @@ def test_another_default_type_changes_nothing(linked: list[Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def test_a_norm_that_starts_to_train_is_noticed() -> None:
+    model, x = gf.accelerate_(mobile(gf.GradientFilter(2))), picture()
+    model(x).sum().backward()
+    norm: Any = model[1].stages[1]  # type: ignore[index,union-attr]
+    norm.requires_grad_(True)
+    model(x).sum().backward()
+    assert norm.weight.grad is not None
+
+
 def test_small_batches_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch, linked: list[Any]) -> None:
     monkeypatch.undo()
     gf.accelerate_(mobile(gf.GradientFilter(2)))(picture()).sum().backward()

@@ -148,7 +148,8 @@ def _block_step(block: Block, modules: dict[str, Any], frozen: set[Node], known:
     one_by_one = partial(_one_by_one, [step.run for step in steps.values()])
     parts = (stages.get("expand"), stages["depthwise"], stages["project"])
     is_frozen = block.project.conv in frozen
-    key = (*parts, is_frozen, block.project.add is not None)  # a sum is part of it where all of it is frozen
+    trains = tuple(stage is not None and stage.norm_trains for stage in parts)  # decides how each runs alone
+    key = (*parts, trains, is_frozen, block.project.add is not None)  # a sum is part of frozen ones only
     run = _known_or_new(known, key, lambda: InvertedResidual(*parts, one_by_one))
     return Step(last.node, run, (*first.args, *last.args[1:]), {}, stages["project"])
 

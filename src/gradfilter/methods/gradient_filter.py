@@ -108,8 +108,8 @@ class GradientFilter(Method):
 
     def kept_grid(self, geometry: ConvGeometry) -> Grid | None:
         of_x, of_weight = self._ways(geometry)
-        dense = of_x.is_exact or of_weight.is_exact
-        return None if dense else geometry.input_grid(of_weight.sides)
+        other = type(self) is not GradientFilter or of_x.is_exact or of_weight.is_exact
+        return None if other else geometry.input_grid(of_weight.sides)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Tensor], weight: Tensor, geometry: ConvGeometry, want: Want

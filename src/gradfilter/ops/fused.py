@@ -145,7 +145,7 @@ class FusedConv:
         """The contiguous weight, what its outputs are multiplied by, and what is then added."""
         weight, bias = self.conv.weight.detach().contiguous(), self.conv.bias
         if self.norm is None:
-            return weight, None, None if bias is None else bias.detach()
+            return weight, None, None if bias is None else bias.detach().contiguous()
         return weight, *self._norm_and_bias(weight.dtype)
 
     def _norm_and_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

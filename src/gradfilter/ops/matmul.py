@@ -27,6 +27,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _serves(a, b, a.numel() * b.shape[1]):
         return a @ b if bias is None else torch.addmm(bias, a, b)
+    bias = None if bias is None else bias.contiguous()  # oneDNN does not look at its strides
     made: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
     return made
 
