@@ -35,8 +35,8 @@ SGD = "--optimizer sgd --momentum 0.9 --weight-decay 1e-4 --clip 2"
 CASES = {
     "pets": f"--data {{pets}} --task classify --size 128 --model mobilenet_v2 --weights {{mobilenet_v2}} "
     f"--layers last:4 --augment false --epochs 6 --batch 32 --lr 0.01 {SGD}",
-    "cifar10": f"--data {{cifar10}} --size 128 --model resnet18 --weights {{resnet18}} --shots 500 "
-    f"--layers last:4 --augment false --epochs 8 --batch 64 --lr 0.02 {SGD}",
+    "cifar10": f"--data {{cifar10}} --size 224 --model resnet18 --weights {{resnet18}} --shots 500 "
+    f"--layers last:4 --augment false --epochs 16 --batch 64 --lr 0.02 {SGD}",
     "camvid_deeplabv3_mobilenet_v2": f"--data {{camvid}} --size 128 --model smp:DeepLabV3/mobilenet_v2 "
     f"--weights {{mobilenet_v2}} --layers last:8 --norm batch --epochs 4 --batch 8 --lr 0.02 {SGD}",
     "camvid_upernet_resnet18": f"--data {{camvid}} --size 128 --model smp:UPerNet/resnet18 "
