@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,6 +21,13 @@ os.environ["MALLOC_IS_LEFT_ALONE"] = "1"
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """pytest-xdist runs one process per core; threads that wait for each other make tests far slower."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield request.param
     torch.set_num_threads(1)
 
 

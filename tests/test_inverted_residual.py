@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import gradfilter as gf
 from gradfilter.native import inverted_residual as native_block
+from gradfilter.ops import inverted_residual
+from mobile import Block, random_norm
 
 needs_native = pytest.mark.skipif(not native_block.is_built(), reason="the native passes were not built")
 TOLERANCE = 1e-5
@@ -30,24 +32,6 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
-
-
-class Block(nn.Module):
-    """An inverted residual as mobile networks write it."""
-
-    def __init__(self, stages: list[nn.Module], residual: bool) -> None:
-        super().__init__()
-        self.stages, self.residual = nn.Sequential(*stages), residual
-
-    def forward(self, x: Tensor) -> Any:
-        return x + self.stages(x) if self.residual else self.stages(x)
-
-
 @dataclass(frozen=True)
 class Case:
     block: nn.Module
@@ -61,11 +45,7 @@ class Case:
 
 
 def convolved(conv: nn.Conv2d, activation: str, random: Random) -> list[nn.Module]:
-    norm = nn.BatchNorm2d(conv.out_channels)
-    norm.running_mean.uniform_(-0.5, 0.5)  # type: ignore[union-attr]
-    norm.running_var.uniform_(0.5, 2.0)  # type: ignore[union-attr]
-    nn.init.uniform_(norm.weight, 0.5, 1.5)
-    nn.init.uniform_(norm.bias, -0.5, 0.5)
+    norm = random_norm(conv.out_channels)
     kept = [norm] if conv.bias is None or random.random() < 0.8 else []
     return [conv, *kept, *([] if activation == "none" else [ACTIVATIONS[activation]()])]
 
@@ -146,13 +126,16 @@ def test_large_maps_are_cut_into_tiles(threads: int, native_calls: list[Any]) ->
 
 
 @needs_native
-def test_nan_and_infinity_go_through() -> None:
-    case = draw(3)
-    x = case.x.clone(memory_format=torch.preserve_format)
-    x[0, 0, 0, 0], x[-1, -1, -1, -1] = float("nan"), float("inf")
-    with torch.no_grad():
-        wanted, made = case.block(x), gf.accelerate_(copy.deepcopy(case.block))(x)
-    assert torch.equal(wanted.isnan(), made.isnan())
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_go_through(value: float) -> None:
+    """Also where hidden channels are filled up to whole vectors: there is then no 0 * infinity."""
+    for seed in range(30):
+        case = draw(seed)
+        x = case.x.clone(memory_format=torch.preserve_format)
+        x[0, 0, 0, 0] = value
+        with torch.no_grad():
+            wanted, made = case.block(x), gf.accelerate_(copy.deepcopy(case.block))(x)
+        assert torch.equal(wanted.isnan(), made.isnan()), seed
 
 
 def mobile_block(**options: Any) -> Block:
@@ -206,6 +189,22 @@ def test_weights_that_change_are_noticed() -> None:
             torch.testing.assert_close(faster(x), block(x))
     faster.stages[4].weight = nn.Parameter(torch.zeros(8, 24, 1, 1), requires_grad=False)  # type: ignore[index,union-attr]
     torch.testing.assert_close(faster(x), x + block.stages[4].bias[:, None, None])  # type: ignore[operator,index]
+
+
+@needs_native
+@pytest.mark.parametrize("held", [True, False])
+def test_no_other_weight_can_take_the_place_of_a_packed_one(
+    held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would pass for that one; model.half().float() may do such a thing."""
+    if not held:
+        monkeypatch.setattr(inverted_residual, "hold", lambda tensors: [])
+    faster = gf.accelerate_(mobile_block())
+    faster(maps(2, 8, 9, 9))
+    weight: Tensor = faster.stages[0].weight  # type: ignore[index,union-attr,assignment]
+    memory = weight.untyped_storage()._weak_ref()
+    weight.data = torch.zeros(24, 8, 1, 1)
+    assert torch.UntypedStorage._expired(memory) != held
 
 
 class Watched(nn.Module):

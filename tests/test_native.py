@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -29,13 +29,6 @@ from gradfilter.region import region
 
 needs_native = pytest.mark.skipif(not native._functions(), reason="the native passes were not built")
 pytestmark = needs_native
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
 
 
 def draw_maps(random: Random, dtype: torch.dtype) -> tuple[Tensor, Grid]:

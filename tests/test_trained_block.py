@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -15,18 +15,12 @@ from torch import Tensor, nn
 import gradfilter as gf
 from gradfilter.native import inverted_residual as native_block
 from gradfilter.ops import trained_block
+from mobile import Block, random_norm
 
 pytestmark = pytest.mark.skipif(not native_block.is_built(), reason="the native passes were not built")
 ACTIVATIONS: list[Callable[[], nn.Module]] = [
     nn.ReLU, nn.ReLU6, nn.Identity, lambda: nn.LeakyReLU(0.2), lambda: nn.Hardtanh(-0.4, 0.7),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -48,23 +42,10 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-class Block(nn.Module):
-    def __init__(self, stages: list[nn.Module], residual: bool) -> None:
-        super().__init__()
-        self.stages, self.residual = nn.Sequential(*stages), residual
-
-    def forward(self, x: Tensor) -> Any:
-        return x + self.stages(x) if self.residual else self.stages(x)
-
-
 def normed(conv: nn.Conv2d, activation: nn.Module, has_norm: bool) -> list[nn.Module]:
-    norm = nn.BatchNorm2d(conv.out_channels)
-    norm.running_mean.uniform_(-0.5, 0.5)  # type: ignore[union-attr]
-    norm.running_var.uniform_(0.5, 2.0)  # type: ignore[union-attr]
-    nn.init.uniform_(norm.weight, 0.5, 1.5)
     return [
         conv,
-        *([norm] if has_norm else []),
+        *([random_norm(conv.out_channels)] if has_norm else []),
         *([] if isinstance(activation, nn.Identity) else [activation]),
     ]
 

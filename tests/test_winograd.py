@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from statistics import median
 from typing import Any
@@ -19,13 +19,6 @@ from gradfilter.ops.fused import FusedConv
 
 pytestmark = pytest.mark.skipif(not winograd.is_built(), reason="not built, or oneDNN has wider vectors here")
 TOLERANCE = 2e-6  # of the largest value; oneDNN's own rounding is about half of it
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
 
 
 def channels_last(*shape: int) -> Tensor:

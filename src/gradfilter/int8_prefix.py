@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.fx import Node
 from .errors import GradFilterError
 from .fusion import Step, Values, run_steps
 from .ops.int8_conv import Bytes, Int8Conv, has_dot_products, is_available, weight_steps
+from .ops.sources import hold, state_of
 
 __all__ = ["Calibration", "FeatureChange", "Int8Prefix", "check_serves"]
 
@@ -87,13 +88,14 @@ class Calibration:
         self.kept: dict[str, Bytes] = {}  # how each value is kept, once all calls were seen
         self.change: FeatureChange | None = None
         self._ranges: dict[str, tuple[float, float]] = {}
-        self._weights: dict[nn.Module, Any] = {}
+        self._weights: dict[nn.Module, tuple[Any, list[Tensor]]] = {}
 
     def follow(self, weights: dict[nn.Module, Any]) -> None:
-        """Begin anew if a convolution's weight is another one than before: so are then all ranges."""
-        if any(self._weights.get(conv, weight) != weight for conv, weight in weights.items()):
+        """Begin anew if a convolution's weight has another state than before: so have then all ranges."""
+        if any(self._weights.get(conv, (state,))[0] != state for conv, state in weights.items()):
             self._begin()
-        self._weights |= weights
+        for conv in weights.keys() - self._weights.keys():
+            self._weights[conv] = weights[conv], hold([cast(Tensor, conv.weight)])
 
     def watch(self, step: Step, *args: Tensor) -> Any:
         """Run a step, and note the ranges of what it reads."""
@@ -136,14 +138,14 @@ class Int8Prefix:
     def __init__(self, steps: list[Step], border: list[Node], calibration: Calibration) -> None:
         self._steps, self._border, self._calibration = steps, border, calibration
         self._convs = [step.fused for step in steps if step.fused is not None]
-        self._made: tuple[dict[str, Bytes], list[Any], list[Step]] | None = None
+        self._made: tuple[dict[str, Bytes], list[Any], list[Tensor], list[Step]] | None = None
 
     def run(self, values: Values) -> None:
         seen = self._calibration
         if not self._convs or not all(map(_is_map, values.values())):
             run_steps(self._steps, values)
             return
-        state = [fused.state() for fused in self._convs]
+        state = [state_of(fused.sources()) for fused in self._convs]
         seen.follow({fused.conv: weight for fused, (weight, *_) in zip(self._convs, state, strict=True)})
         if seen.left:
             self._calibrate(values, state)
@@ -183,8 +185,9 @@ class Int8Prefix:
         """Made once, and again when weights or norms have changed."""
         kept = self._calibration.kept
         if self._made is None or self._made[0] is not kept or self._made[1] != state:
-            self._made = (kept, state, _int8_steps(self._steps, self._border, kept))
-        return self._made[2]
+            held = [part for fused in self._convs for part in hold(fused.sources())]
+            self._made = (kept, state, held, _int8_steps(self._steps, self._border, kept))
+        return self._made[3]
 
 
 def _is_map(value: Any) -> bool:

@@ -104,15 +104,14 @@ def _library() -> ctypes.CDLL | None:
     names = [LIBRARY]
     if wanted != "narrow" and "AVX512" in torch.backends.cpu.get_cpu_capability():
         names = [WIDE, LIBRARY]
-    built = [HERE / name for name in names if (HERE / name).exists()]
-    if wanted == "0" or not built:
-        return None
-    try:
-        library = ctypes.CDLL(str(built[0]))
-    except OSError:  # built for another kind of machine
-        return None
-    _share_threads(library)
-    return library
+    for name in names if wanted != "0" else []:
+        try:
+            library = ctypes.CDLL(str(HERE / name))
+        except OSError:  # not built, or for another kind of machine
+            continue
+        _share_threads(library)
+        return library
+    return None
 
 
 @cache

@@ -111,6 +111,7 @@ INLINE void project_panel(const Block &job, const float *strip, long depth, long
   const long at = vector * LANES, lanes = job.outputs - at - (VECS - 1) * LANES;
   const float *weights = job.project + at * Panels(job.hidden).vectors * LANES + start * VECS * LANES;
   const float *bias = job.project_bias + at;
+  const long real = std::min(depth, job.hidden - start);  // without those filled up, which infinite inputs make NaN
   for (long pixel = 0; pixel < count; pixel += ROWS<VECS>) {
     const float *from[ROWS<VECS>];
     long to[ROWS<VECS>];
@@ -124,7 +125,7 @@ INLINE void project_panel(const Block &job, const float *strip, long depth, long
         if (!start && other) sum[r][v] += load_some(other + to[r] + v * LANES, left);
       }
     }
-    multiply<ROWS<VECS>, VECS>(from, depth, weights, sum);
+    multiply<ROWS<VECS>, VECS>(from, real, weights, sum);
     UNROLL for (int r = 0; r < ROWS<VECS>; r++)
       UNROLL for (int v = 0; v < VECS; v++)
         store_some(y + to[r] + v * LANES, sum[r][v], v == VECS - 1 ? lanes : LANES);

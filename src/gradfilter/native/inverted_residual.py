@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import native
 
-__all__ = ["Patches", "Sizes", "Stage", "is_built", "pack", "run", "sizes"]
+__all__ = ["Patches", "Sizes", "Stage", "is_built", "pack", "patches", "run", "sizes"]
 
 
 class Stage(NamedTuple):

@@ -23,6 +23,7 @@ from .activation import Gate, Slope, SlopeKind
 from .layout import rows
 from .matmul import product
 from .means import remember_means
+from .sources import hold, state_of
 
 __all__ = [
     "HARDSWISH",
@@ -98,6 +99,7 @@ class _Folded(NamedTuple):
     """Weight and bias with the norm in them, and what they were made of."""
 
     state: list[Any]
+    held: list[Tensor]
     weight: Tensor | winograd.Packed
     bias: Tensor | None
 
@@ -111,7 +113,7 @@ class FusedConv:
     def __init__(self, conv: nn.Conv2d, norm: Any = None, activation: Activation = NONE) -> None:
         self.conv, self.norm, self.activation = conv, norm, activation
         self._folded: dict[bool, _Folded] = {}  # in tiles, and not: one layer may run on large and small maps
-        self._norm_factors: tuple[list[Any], Tensor, Tensor] | None = None
+        self._norm_factors: tuple[list[Any], list[Tensor], Tensor, Tensor] | None = None
         padding: Any = conv.padding
         self.settings = (padding, conv.stride, conv.dilation, conv.groups)
         self._is_pointwise = is_pointwise(conv)
@@ -122,20 +124,21 @@ class FusedConv:
     def frozen(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """All of it, with ``other`` added before the activation."""
         in_tiles = self._runs_in_tiles(x)
-        state = [x.dtype, self.serves(x), *self.state()]
+        state = [x.dtype, self.serves(x), *state_of(self.sources())]
         known = self._folded.get(in_tiles)
         if known is None or known.state != state:
-            weight, bias = self.folded()
+            held, (weight, bias) = hold(self.sources()), self.folded()
             if in_tiles:
-                known = _Folded(state, winograd.pack(weight, bias), None)
+                known = _Folded(state, held, winograd.pack(weight, bias), None)
             else:
-                known = _Folded(state, _packed(weight, self.settings, x) if self.serves(x) else weight, bias)
+                packed = _packed(weight, self.settings, x) if self.serves(x) else weight
+                known = _Folded(state, held, packed, bias)
             self._folded[in_tiles] = known
         return self._run(x, known.weight, known.bias, self.activation, other)
 
-    def state(self) -> list[Any]:
-        """Differs when any of the numbers has been replaced or written to."""
-        return _state(self.conv, _CONV) + ([] if self.norm is None else _state(self.norm, _NORM))
+    def sources(self) -> list[Tensor | None]:
+        """All that it computes with; the weight is the first."""
+        return _own(self.conv, _CONV) + ([] if self.norm is None else _own(self.norm, _NORM))
 
     def folded(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as they are now, with the norm in them."""
@@ -286,13 +289,14 @@ class FusedConv:
 
     def _known_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Those of a norm that stays, worked out again only when it has been changed all the same."""
-        state = [dtype, *_state(self.norm, _NORM)]
+        sources = _own(self.norm, _NORM)
+        state = [dtype, *state_of(sources)]
         known = self._norm_factors  # once: other threads may replace it
         if known is None or known[0] != state:
             with torch.no_grad():
                 scale, shift = self.factors(dtype)
-            known = self._norm_factors = (state, scale.to(dtype), shift.to(dtype))
-        return known[1], known[2]
+            known = self._norm_factors = (state, hold(sources), scale.to(dtype), shift.to(dtype))
+        return known[2], known[3]
 
 
 def with_norm(weight: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -313,20 +317,15 @@ def _has_trained(module: nn.Module) -> bool:
 _CONV, _NORM = ("weight", "bias"), ("running_mean", "running_var", "weight", "bias")
 
 
-def _state(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
-    """Differs when any of the module's tensors has been replaced or written to.
-
-    Read at every step, so where tensors are kept, not through nn.Module's slow attributes.
-    """
+def _own(module: nn.Module, names: tuple[str, ...]) -> list[Tensor | None]:
+    """The module's tensors; read at every step, so where they are kept: nn.Module's attributes are slow."""
     parameters, buffers = module._parameters, module._buffers
-    found: list[Any] = []
+    found: list[Tensor | None] = []
     for name in names:
-        tensor: Tensor | None
         if name in parameters:
-            tensor = parameters[name]
+            found.append(parameters[name])
         else:
-            tensor = buffers[name] if name in buffers else getattr(module, name)
-        found.append(None if tensor is None else (tensor.data_ptr(), tensor._version))
+            found.append(buffers[name] if name in buffers else getattr(module, name))
     return found
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..native import inverted_residual as native
 from ..native import is_channels_last
 from .fused import Activation, FusedConv
+from .sources import hold, state_of
 from .trained_block import Training, training_of
 
 __all__ = ["InvertedResidual", "is_depthwise", "is_native"]
@@ -61,7 +62,7 @@ class InvertedResidual:
     ) -> None:
         self.expand, self.depthwise, self.project, self.one_by_one = expand, depthwise, project, one_by_one
         self.stages = [stage for stage in (expand, depthwise, project) if stage is not None]
-        self._packed: tuple[list[Any], Tensor | None] | None = None
+        self._packed: tuple[list[Any], list[Tensor], Tensor | None] | None = None
         self._sizes: tuple[tuple[int, ...], native.Sizes | None] | None = None
         self._training: tuple[Any, Training | None] | None = None
         first, second = (() if s is None else _numbers(s.activation) or () for s in (expand, depthwise))
@@ -79,11 +80,12 @@ class InvertedResidual:
             return None
         if torch.is_grad_enabled() and (x.requires_grad or any(stage.trains for stage in self.stages)):
             return None if other else self._trained(x, sizes)
-        state = [part for stage in self.stages for part in stage.state()]
+        sources = [tensor for stage in self.stages for tensor in stage.sources()]
+        state = state_of(sources)
         packed = self._packed  # once, here and below: other threads may replace it
         if packed is None or packed[0] != state:
-            packed = self._packed = (state, self._pack(sizes))
-        weights = packed[1]
+            packed = self._packed = (state, hold(sources), self._pack(sizes))
+        weights = packed[2]
         if weights is None:
             return None
         return native.run(x, other[0] if other else None, weights, sizes, self._activations)[0]

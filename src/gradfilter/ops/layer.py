@@ -19,6 +19,7 @@ from .activation import Gate, SlopeKind
 from .exact_conv import Want
 from .norm import fixed_scale
 from .refusal import first_derivative_only
+from .sources import hold, state_of
 from .storage import packed, unpacked
 from .walsh import Basis
 
@@ -172,11 +173,11 @@ def _remembered_scale(norm: Any, like: Tensor) -> Tensor:
     """The norm's scale, worked out again only when its statistics or parameters have changed."""
     var, weight = norm.running_var, norm.weight
     sources = (var,) if weight is None else (var, weight)
-    state = [like.dtype, like.dim(), *((id(t), t.data_ptr(), t._version) for t in sources)]
+    state = [like.dtype, like.dim(), *state_of(sources)]
     known = norm.__dict__.get("gradfilter_scale")
     if known is None or known[0] != state:
         scale = fixed_scale(var, weight, norm.eps, like)
-        known = norm.__dict__["gradfilter_scale"] = (state, scale, sources)  # held, so that ids stay theirs
+        known = norm.__dict__["gradfilter_scale"] = (state, scale, hold(sources))
     remembered: Tensor = known[1]
     return remembered
 

@@ -16,7 +16,7 @@ from ..native import kernel_gradient
 __all__ = ["product", "transposed_product"]
 
 _FEW = 1 << 16  # multiply-adds: below, the call itself takes longer than they do
-_TAPS = [kernel_gradient.Axis(1, 1, 1, 1, 0, 1)] * 2  # of a 1x1 convolution
+_ONE = kernel_gradient.Axis(1, 1, 1, 1, 0, 1)  # of a 1x1 convolution of one pixel
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -44,7 +44,7 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
         return a.t() @ b
     width = gcd(count, 64)
     grad, x = (t.view(-1, 1, width, t.shape[1]).permute(0, 3, 1, 2) for t in (a, b))
-    axes = [_TAPS[0], _TAPS[1]._replace(size=width, outputs=width)]
+    axes = [_ONE, _ONE._replace(size=width, outputs=width)]
     if kernel_gradient.fits(grad, x, axes):
         return kernel_gradient.kernel_gradient(grad, x, axes).flatten(1)
     like = a.new_empty(()).expand(outputs, b.shape[1], 1, 1)
@@ -55,7 +55,8 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _serves(a: Tensor, b: Tensor, products: int) -> bool:
-    return products >= _FEW and _is_plain(a) and _is_plain(b) and _has_wide_onednn()
+    enough = products >= _FEW and _is_plain(a) and _is_plain(b)
+    return enough and _has_wide_onednn() and bool(torch.backends.mkldnn.enabled)
 
 
 def _is_plain(matrix: Tensor) -> bool:
