@@ -186,8 +186,9 @@ def _training() -> str:
     for case, runs in cases.items():
         for arm in dict.fromkeys(run["arm"] for run in runs):
             lines.append([case, arm, *_training_cells([run for run in runs if run["arm"] == arm])])
-    last = runs[-1]["environment"]
-    return f"{report.markdown_table(lines)}\n\n{conditions(last)}"
+    # runs of a case may be of several days: its last one stands for them here, the records have all
+    where = [f"{case}: {conditions(runs[-1]['environment'])}" for case, runs in cases.items()]
+    return "\n\n".join([report.markdown_table(lines), *where])
 
 
 def _training_cells(runs: list[dict[str, Any]]) -> list[str]:

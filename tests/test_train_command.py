@@ -295,7 +295,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     assert run("train", *options, "--out", tmp_path / "one") == 0
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for key in one:
-        assert torch.allclose(one[key].double(), two[key].double(), atol=1e-6), key
+        assert torch.allclose(one[key].double(), two[key].double(), rtol=0, atol=1e-6), key
 
 
 def test_on_top_of_an_earlier_run(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
