@@ -23,6 +23,8 @@ from torch.utils.data import Dataset
 import gradfilter as gf
 from gradfilter.progress import silent
 from gradfilter.training import checkpoint
+from gradfilter.training import dropout as dropout_module
+from gradfilter.training.dropout import SharedDropout
 from gradfilter.training.loop import Training
 from gradfilter.training.settings import Loop
 
@@ -294,10 +296,11 @@ torch.set_num_threads(1)
 meet = f"file://{{sys.argv[1]}}/meet"
 dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[2]), world_size=2)
 from test_training import training
-settings = dict(zip(("minutes", "patience"), map(float, sys.argv[4:])))
+settings = dict(zip(("minutes", "patience"), map(float, sys.argv[4:6])))
 epochs = 3 if settings["patience"] else 2
 made = training(Path(sys.argv[1]) / "run", int(sys.argv[3]), epochs=epochs, **settings)
-made.model.get_submodule("dropout").p = 0.0
+if sys.argv[6] == "own":
+    made.dropout._layers = []
 made.prepared = 1e4 * dist.get_rank()
 if settings["patience"]:  # batch statistics may give each process scores of its own
     made.evaluate = lambda: {{"accuracy": 50.0 + made.step * dist.get_rank()}}
@@ -309,14 +312,13 @@ os._exit(0)  # gloo's threads may still wait for each other, and an orderly end 
 
 
 def trained_by_two(
-    folder: Path, count: int, minutes: float = 0, patience: float = 0
+    folder: Path, count: int, minutes: float = 0, patience: float = 0, dropout: str = "shared"
 ) -> checkpoint.Checkpoint:
     script = folder / "run.py"
     script.write_text(PAIR.format(path=[str(Path(__file__).parent), *sys.path]))
     command = [sys.executable, "-W", "ignore", str(script), str(folder)]
-    pair = [
-        subprocess.Popen([*command, rank, str(count), str(minutes), str(patience)]) for rank in ("0", "1")
-    ]
+    settings = [str(count), str(minutes), str(patience), dropout]
+    pair = [subprocess.Popen([*command, rank, *settings]) for rank in ("0", "1")]
     assert [process.wait(timeout=120) for process in pair] == [0, 0]
     found = checkpoint.read(folder / "run")
     assert found is not None
@@ -324,15 +326,44 @@ def trained_by_two(
 
 
 @pytest.mark.parametrize("count", [22, 21])  # of 21 samples the last batch has one: nothing for the second
-def test_two_processes_are_one(tmp_path: Path, count: int) -> None:
-    found = trained_by_two(tmp_path, count)
+@pytest.mark.parametrize("dropout", ["shared", "own"])
+def test_two_processes_are_one(tmp_path: Path, count: int, dropout: str) -> None:
+    """Unless each of them draws dropout of its own."""
+    found = trained_by_two(tmp_path, count, dropout=dropout)
     alone = training(count=count, epochs=2)
-    alone.model.get_submodule("dropout").p = 0.0  # type: ignore[assignment]
     alone.run()
-    for key, value in state(alone).items():
-        assert torch.allclose(value, found.tensors[key], atol=1e-6), key
+    is_same = [
+        torch.allclose(value, found.tensors[key], rtol=0, atol=1e-6) for key, value in state(alone).items()
+    ]
+    assert all(is_same) == (dropout == "shared")
+    if dropout == "own":
+        return
     losses = [[epoch["loss"] for epoch in epochs] for epochs in (alone.history.epochs, found.facts["epochs"])]
     assert losses[0] == pytest.approx(losses[1])
+
+
+@pytest.mark.parametrize("batch", [7, 1])
+@pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 4, 3), (5, 2, 4, 3)], ids=str)
+def test_processes_drop_together_what_one_would(
+    batch: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = [nn.Dropout, {2: nn.Dropout1d, 3: nn.Dropout2d, 4: nn.Dropout3d}.get(len(shape), nn.Dropout)]
+    layers = nn.Sequential(*(kind(0.4) for kind in kinds))
+    layout = torch.channels_last if len(shape) == 3 else torch.contiguous_format
+    x = torch.randn(batch, *shape).contiguous(memory_format=layout)
+    torch.manual_seed(0)
+    whole = layers(x)
+    monkeypatch.setattr(dropout_module, "together", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr(dropout_module, "my_share", lambda indices, rank=rank: indices[rank::2])
+        mine = (x[rank::2] if len(x) > rank else x[:1]).contiguous(memory_format=layout)
+        with SharedDropout(layers) as dropout:
+            dropout.batch = batch
+            torch.manual_seed(0)
+            assert torch.equal(layers(mine), whole[rank::2] if len(x) > rank else whole[:1])
+            assert torch.equal(layers.eval()(mine), mine)
+            layers.train()
+    assert not any("forward" in layer.__dict__ for layer in layers)
 
 
 def test_two_processes_end_together(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ..loading import read
 from ..progress import Tell, silent
 from ..seeding import seeded
 from . import checkpoint
+from .dropout import SharedDropout
 from .interrupts import StopAsked, ignore_interrupts
 from .order import batches, random_seed
 from .processes import add_up_, added_up, any_of, from_first, is_first, my_share
@@ -32,7 +33,7 @@ __all__ = ["History", "Task", "Training"]
 
 Samples = Dataset[tuple[Any, Any]] | Sequence[tuple[Any, Any]]
 Forward = Callable[[Any], Tensor]
-Batch = tuple[Any, Tensor, bool]
+Batch = tuple[Any, Tensor, Tensor]  # inputs and targets of this process, indices of all samples
 
 
 class Task(Protocol):
@@ -117,6 +118,7 @@ class Training:
         self.per_epoch = math.ceil(len(self._batches(0)) / loop.accumulate)
         self.steps = loop.steps or self.per_epoch * loop.epochs
         self.warmup = loop.warmup_steps or round(loop.warmup * self.per_epoch)
+        self.dropout = SharedDropout(model)
         self.body = _body(model, loop.head) if loop.head_steps else []
         self.step, self.losses = 0, [0.0, 0.0]
         self.seconds = self.waited = self.busy = 0.0  # in all; waiting for samples; in steps
@@ -130,7 +132,7 @@ class Training:
         """
         written = started = time.monotonic()
         before = self.seconds
-        with StopAsked() as stop_asked:
+        with StopAsked() as stop_asked, self.dropout:
             while self.step < self.steps and not self.history.why_ended:
                 for batch in self._timed(self._rest_of_epoch()):
                     begun = time.monotonic()
@@ -179,7 +181,7 @@ class Training:
         return batches(count, self.loop.batch, self.loop.seed, epoch)
 
     def _rest_of_epoch(self) -> Iterator[list[Batch]]:
-        """Groups of ``accumulate`` batches from the present step on: input, target, whether they count."""
+        """Groups of ``accumulate`` batches from the present step on."""
         epoch, done = divmod(self.step, self.per_epoch)
         parts = self._batches(epoch)[done * self.loop.accumulate :]
         shares = [my_share(part) for part in parts]
@@ -187,8 +189,8 @@ class Training:
         given = [share if len(share) else part[:1] for share, part in zip(shares, parts, strict=True)]
         loader = self._loader(self._samples(epoch), batch_sampler=[each.tolist() for each in given])
         group: list[Batch] = []
-        for number, ((inputs, targets), share) in enumerate(zip(loader, shares, strict=True), 1):
-            group.append((inputs, targets, len(share) > 0))
+        for number, ((inputs, targets), part) in enumerate(zip(loader, parts, strict=True), 1):
+            group.append((inputs, targets, part))
             if len(group) == self.loop.accumulate or number == len(parts):
                 yield group
                 group = []
@@ -214,12 +216,13 @@ class Training:
 
     def _take_step(self, group: list[Batch]) -> None:
         loop = self.loop
-        counts = [self.task.count(targets) if does_count else 0 for _, targets, does_count in group]
+        counts = [self.task.count(targets) if len(my_share(part)) else 0 for _, targets, part in group]
         total = added_up(sum(counts))
         torch.manual_seed(random_seed(loop.seed, "step", self.step))  # for dropout
         self.model.train()
         summed = 0.0
-        for (inputs, targets, _), count in zip(group, counts, strict=True):
+        for (inputs, targets, part), count in zip(group, counts, strict=True):
+            self.dropout.batch = len(part)
             with self._precision():
                 loss = self.task.loss(self.forward(_channels_last(inputs)), targets)
             (loss * (count / max(1, total))).backward()

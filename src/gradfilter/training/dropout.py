@@ -1,0 +1,57 @@
+"""Dropout of processes that share a batch: together they drop what one process would."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..native import is_channels_last
+from ..region import region
+from .processes import my_share, together
+
+__all__ = ["SharedDropout"]
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+class SharedDropout:
+    """While it is entered, dropout layers draw for all of a batch, and keep the rows that are theirs.
+
+    batch: how many samples all processes have together in the next forward. One process needs none of this.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.batch = 0
+        self._layers = [m for m in model.modules() if _is_dropout(m)] if together() > 1 else []
+
+    def __enter__(self) -> SharedDropout:
+        for layer in self._layers:
+            layer.__dict__["forward"] = partial(self._forward, layer)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers:
+            del layer.__dict__["forward"]
+
+    def _forward(self, layer: Any, x: Tensor) -> Tensor:
+        mine = my_share(torch.arange(self.batch))
+        if not layer.training or len(x) != max(1, len(mine)):  # rows that are no samples: to each its own
+            return _plain(layer, x)
+        layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
+        whole = torch.empty((self.batch, *x.shape[1:]), dtype=x.dtype, device=x.device, memory_format=layout)
+        noise = _plain(layer, whole.fill_(1.0))
+        rows = mine if len(mine) else torch.zeros(1, dtype=torch.int64)
+        with region():
+            return x * noise.index_select(0, rows.to(x.device))
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return getattr(module, "gradfilter_base", type(module)) in _DROPOUTS
+
+
+def _plain(layer: Any, x: Tensor) -> Tensor:
+    made: Tensor = type(layer).forward(layer, x)
+    return made
