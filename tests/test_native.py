@@ -78,7 +78,7 @@ def test_open_pixels_of_many_on_several_threads() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.usefixtures("threads")
 def test_finish(dtype: torch.dtype) -> None:
-    assert finished_apart(dtype, shift=0.0) < 8 * torch.finfo(dtype).eps
+    assert finished_apart(dtype, shift=0.0) <= 16 * torch.finfo(dtype).eps  # of values up to 16: 2 ulp
 
 
 def test_comparison_notices_a_wrong_shift() -> None:
