@@ -207,6 +207,28 @@ def test_no_other_weight_can_take_the_place_of_a_packed_one(
     assert torch.UntypedStorage._expired(memory) != held
 
 
+@needs_native
+def test_a_weight_seen_otherwise_is_packed_anew() -> None:
+    """The same memory, read in another order."""
+    block = mobile_block()
+    faster, x = gf.accelerate_(copy.deepcopy(block)), maps(2, 8, 9, 9)
+    faster(x)
+    for model in (block, faster):
+        weight: Tensor = model.stages[0].weight  # type: ignore[index,union-attr,assignment]
+        weight.data = weight.data.as_strided((24, 8, 1, 1), (1, 24, 1, 1))
+    torch.testing.assert_close(faster(x), block(x))
+
+
+def test_a_model_made_in_inference_mode_runs() -> None:
+    with torch.inference_mode():
+        block, x = mobile_block(), maps(2, 8, 9, 9)
+        faster = gf.accelerate_(copy.deepcopy(block))
+        torch.testing.assert_close(faster(x), block(x))
+        for model in (block, faster):
+            model.stages[0].weight.mul_(2)  # type: ignore[index,union-attr,operator]
+        torch.testing.assert_close(faster(x), block(x))
+
+
 class Watched(nn.Module):
     """A block of which somebody else reads an inner value."""
 

@@ -366,6 +366,21 @@ def test_processes_drop_together_what_one_would(
     assert not any("forward" in layer.__dict__ for layer in layers)
 
 
+def test_dropout_is_called_by_keyword_and_a_forward_of_ones_own_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = nn.ModuleList([nn.Dropout(0.4), nn.Dropout(0.4)])
+    own = layers[1].__dict__["forward"] = lambda input: input + 1
+    monkeypatch.setattr(dropout_module, "together", lambda: 2)
+    monkeypatch.setattr(dropout_module, "my_share", lambda indices: indices[::2])
+    x = torch.ones(2, 3)
+    with SharedDropout(layers) as dropout:
+        dropout.batch = 4
+        assert layers[0](input=x).shape == x.shape
+        assert torch.equal(layers[1](input=x), x + 1)
+    assert layers[1].__dict__["forward"] is own
+
+
 def test_two_processes_end_together(tmp_path: Path) -> None:
     """The second one's time is over at once; the first would wait for it in the next step."""
     found = trained_by_two(tmp_path, 22, minutes=60)

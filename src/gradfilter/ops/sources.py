@@ -19,7 +19,7 @@ def state_of(tensors: Iterable[Tensor | None]) -> list[Any]:
     >>> state == state_of([x]), state == state_of([x.add_(1)])
     (True, False)
     """
-    return [None if t is None else (id(t), t.data_ptr(), t._version) for t in tensors]
+    return [None if t is None else (id(t), t.data_ptr(), t.stride(), _version(t)) for t in tensors]
 
 
 def hold(tensors: Iterable[Tensor | None]) -> list[Tensor]:
@@ -28,3 +28,8 @@ def hold(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     ``model.half().float()`` does such a thing: the last weights may lie where the first ones did.
     """
     return [part for t in tensors if t is not None for part in (t, t.detach())]
+
+
+def _version(tensor: Tensor) -> object:
+    """How often it was written to. Those made in inference mode do not count that: never twice the same."""
+    return object() if tensor.is_inference() else tensor._version

@@ -36,7 +36,8 @@ class SharedDropout:
         for layer in self._layers:
             del layer.__dict__["forward"]
 
-    def _forward(self, layer: Any, x: Tensor) -> Tensor:
+    def _forward(self, layer: Any, input: Tensor) -> Tensor:
+        x = input  # callers may name it as torch does
         mine = my_share(torch.arange(self.batch))
         if not layer.training or len(x) != max(1, len(mine)):  # rows that are no samples: to each its own
             return _plain(layer, x)
@@ -49,7 +50,8 @@ class SharedDropout:
 
 
 def _is_dropout(module: nn.Module) -> bool:
-    return getattr(module, "gradfilter_base", type(module)) in _DROPOUTS
+    """Not one to which its owner gave another forward: that stays."""
+    return getattr(module, "gradfilter_base", type(module)) in _DROPOUTS and "forward" not in module.__dict__
 
 
 def _plain(layer: Any, x: Tensor) -> Tensor:
