@@ -15,6 +15,7 @@ and the list of recipes into docs/recipes.md, from their files.
     python experiments/peaks.py
     python experiments/training.py
     python experiments/long_run.py
+    python experiments/processes.py
     python experiments/tables.py
 
 A table stands between ``<!-- generated: NAME -->`` and ``<!-- end of generated -->``. Nothing is measured
@@ -287,6 +288,27 @@ def _from(step: str, sizes: dict[str, int]) -> list[int]:
     return [size for at, size in sizes.items() if int(at) >= int(step)]
 
 
+def _processes() -> str:
+    record = _record("processes")
+    if record is None:
+        return MISSING
+    ways = {
+        "two_processes": "two processes",
+        "two_threads": "one process, two threads",
+        "whole_batches": "two processes, whole batches",
+    }
+    titles = [f"{way}: {what}" for way in ways.values() for what in ("within 1e-6", "most")]
+    lines = [["method", "steps", *titles]]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in record["rows"]:
+        groups.setdefault((row["method"], str(row["steps"])), []).append(row)
+    for case, rows in groups.items():
+        distances = [[row[way] for row in rows] for way in ways]
+        cells = ([f"{sum(d <= 1e-6 for d in ds)} of {len(ds)}", f"{max(ds):.0e}"] for ds in distances)
+        lines.append([*case, *(cell for pair in cells for cell in pair)])
+    return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
+
+
 def _recipes() -> str:
     return report.markdown_table([["recipe", "what"], *([f"`{n}`", title_of(n)] for n in recipe_names())])
 
@@ -316,6 +338,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peaks": _peaks,
     "training": _training,
     "long_run": _long_run,
+    "processes": _processes,
     "recipes": _recipes,
 }
 

@@ -24,8 +24,10 @@ import gradfilter as gf
 from gradfilter.progress import silent
 from gradfilter.training import checkpoint
 from gradfilter.training import dropout as dropout_module
+from gradfilter.training import processes as processes_module
 from gradfilter.training.dropout import SharedDropout
 from gradfilter.training.loop import Training
+from gradfilter.training.processes import Share, my_shares
 from gradfilter.training.settings import Loop
 
 
@@ -298,6 +300,7 @@ meet = f"file://{{sys.argv[1]}}/meet"
 dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[2]), world_size=2)
 from test_training import training
 settings = dict(zip(("minutes", "patience"), map(float, sys.argv[4:6])))
+settings["accumulate"] = int(sys.argv[8])
 epochs = 3 if settings["patience"] else 2
 made = training(Path(sys.argv[1]) / "run", int(sys.argv[3]), epochs=epochs, **settings)
 if sys.argv[6] == "own":
@@ -319,11 +322,12 @@ def trained_by_two(
     patience: float = 0,
     dropout: str = "shared",
     dtype: str = "float32",
+    accumulate: int = 1,
 ) -> checkpoint.Checkpoint:
     script = folder / "run.py"
     script.write_text(PAIR.format(path=[str(Path(__file__).parent), *sys.path]))
     command = [sys.executable, "-W", "ignore", str(script), str(folder)]
-    settings = [str(count), str(minutes), str(patience), dropout, dtype]
+    settings = [str(count), str(minutes), str(patience), dropout, dtype, str(accumulate)]
     pair = [subprocess.Popen([*command, rank, *settings]) for rank in ("0", "1")]
     assert [process.wait(timeout=120) for process in pair] == [0, 0]
     found = checkpoint.read(folder / "run")
@@ -366,6 +370,38 @@ def test_two_processes_differ_by_rounding_only(tmp_path: Path, dtype: str) -> No
     assert (difference < 1e-14) == (dtype == "float64")
 
 
+@pytest.mark.parametrize("count", [40, 21])  # 21: the last step has one batch, and the second process none
+@pytest.mark.parametrize("accumulate", [2, 1])
+def test_whole_batches_of_two_processes_are_one_to_the_bit(
+    tmp_path: Path, count: int, accumulate: int
+) -> None:
+    """The control shares out the samples of every batch: its sums are others."""
+    found = trained_by_two(tmp_path, count, accumulate=accumulate)
+    alone = training(count=count, epochs=2, accumulate=accumulate)
+    alone.run()
+    is_same = [torch.equal(value, found.tensors[key]) for key, value in state(alone).items()]
+    assert all(is_same) == (accumulate == 2)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
+@pytest.mark.parametrize("sizes", [[4, 4, 4, 4], [4, 4, 1], [3], [1]], ids=str)
+def test_shares_make_up_the_step(
+    processes: int, accumulate: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = list(torch.arange(sum(sizes)).split(sizes))[:accumulate]
+    monkeypatch.setattr(processes_module, "together", lambda: processes)
+    taken: list[int] = []
+    for rank in range(processes):
+        monkeypatch.setattr(processes_module.dist, "get_rank", lambda rank=rank: rank)
+        mine = my_shares(step, accumulate)
+        assert mine
+        assert all(share.is_whole for share in mine if share.counts) or accumulate % processes
+        assert all(torch.equal(share.batch, step[share.number]) for share in mine)
+        taken += [index for share in mine if share.counts for index in share.batch[share.rows].tolist()]
+    assert sorted(taken) == torch.cat(step).tolist()
+
+
 @pytest.mark.parametrize("batch", [7, 1])
 @pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 4, 3), (5, 2, 4, 3)], ids=str)
 def test_processes_drop_together_what_one_would(
@@ -379,12 +415,12 @@ def test_processes_drop_together_what_one_would(
     whole = layers(x)
     monkeypatch.setattr(dropout_module, "together", lambda: 2)
     for rank in range(2):
-        monkeypatch.setattr(dropout_module, "my_share", lambda indices, rank=rank: indices[rank::2])
-        mine = (x[rank::2] if len(x) > rank else x[:1]).contiguous(memory_format=layout)
+        rows = torch.arange(rank, batch, 2) if batch > rank else torch.tensor([0])
+        mine = x[rows].contiguous(memory_format=layout)
         with SharedDropout(layers) as dropout:
-            dropout.batch = batch
+            dropout.share = Share(0, torch.arange(batch), rows)
             torch.manual_seed(0)
-            assert torch.equal(layers(mine), whole[rank::2] if len(x) > rank else whole[:1])
+            assert torch.equal(layers(mine), whole[rows])
             assert torch.equal(layers.eval()(mine), mine)
             layers.train()
     assert not any("forward" in layer.__dict__ for layer in layers)
@@ -396,10 +432,9 @@ def test_dropout_is_called_by_keyword_and_a_forward_of_ones_own_stays(
     layers = nn.ModuleList([nn.Dropout(0.4), nn.Dropout(0.4)])
     own = layers[1].__dict__["forward"] = lambda input: input + 1
     monkeypatch.setattr(dropout_module, "together", lambda: 2)
-    monkeypatch.setattr(dropout_module, "my_share", lambda indices: indices[::2])
     x = torch.ones(2, 3)
     with SharedDropout(layers) as dropout:
-        dropout.batch = 4
+        dropout.share = Share(0, torch.arange(4), torch.tensor([0, 2]))
         assert layers[0](input=x).shape == x.shape
         assert torch.equal(layers[1](input=x), x + 1)
     assert layers[1].__dict__["forward"] is own

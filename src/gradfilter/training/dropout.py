@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..native import is_channels_last
 from ..region import region
-from .processes import my_share, together
+from .processes import Share, together
 
 __all__ = ["SharedDropout"]
 
@@ -20,11 +20,11 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 class SharedDropout:
     """While it is entered, dropout layers draw for all of a batch, and keep the rows that are theirs.
 
-    batch: how many samples all processes have together in the next forward. One process needs none of this.
+    share: what this process takes of the batch in the next forward. One process needs none of this.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.batch = 0
+        self.share: Share | None = None
         self._layers = [m for m in model.modules() if _is_dropout(m)] if together() > 1 else []
 
     def __enter__(self) -> SharedDropout:
@@ -38,15 +38,15 @@ class SharedDropout:
 
     def _forward(self, layer: Any, input: Tensor) -> Tensor:
         x = input  # callers may name it as torch does
-        mine = my_share(torch.arange(self.batch))
-        if not layer.training or len(x) != max(1, len(mine)):  # rows that are no samples: to each its own
-            return _plain(layer, x)
+        share = self.share
+        if share is None or share.is_whole or not layer.training or len(x) != len(share.rows):
+            return _plain(layer, x)  # where rows are no samples: to each process its own
         layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
-        whole = torch.empty((self.batch, *x.shape[1:]), dtype=x.dtype, device=x.device, memory_format=layout)
+        shape = (len(share.batch), *x.shape[1:])
+        whole = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
         noise = _plain(layer, whole.fill_(1.0))
-        rows = mine if len(mine) else torch.zeros(1, dtype=torch.int64)
         with region():
-            return x * noise.index_select(0, rows.to(x.device))
+            return x * noise.index_select(0, share.rows.to(x.device))
 
 
 def _is_dropout(module: nn.Module) -> bool:

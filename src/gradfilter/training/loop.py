@@ -25,7 +25,7 @@ from . import checkpoint
 from .dropout import SharedDropout
 from .interrupts import StopAsked, ignore_interrupts
 from .order import batches, random_seed
-from .processes import add_up_, added_up, any_of, from_first, is_first, my_share
+from .processes import Share, add_up_, added_up, any_of, from_first, is_first, my_shares
 from .schedule import rate_at
 from .settings import Loop
 
@@ -33,7 +33,7 @@ __all__ = ["History", "Task", "Training"]
 
 Samples = Dataset[tuple[Any, Any]] | Sequence[tuple[Any, Any]]
 Forward = Callable[[Any], Tensor]
-Batch = tuple[Any, Tensor, Tensor]  # inputs and targets of this process, indices of all samples
+Batch = tuple[Any, Tensor, Share]  # inputs and targets of this process, and what they are of the step
 
 
 class Task(Protocol):
@@ -181,19 +181,14 @@ class Training:
         return batches(count, self.loop.batch, self.loop.seed, epoch)
 
     def _rest_of_epoch(self) -> Iterator[list[Batch]]:
-        """Groups of ``accumulate`` batches from the present step on."""
+        """What this process takes of every step from the present one on."""
         epoch, done = divmod(self.step, self.per_epoch)
-        parts = self._batches(epoch)[done * self.loop.accumulate :]
-        shares = [my_share(part) for part in parts]
-        # a process without a share reads a sample that does not count: all of them take every step
-        given = [share if len(share) else part[:1] for share, part in zip(shares, parts, strict=True)]
-        loader = self._loader(self._samples(epoch), batch_sampler=[each.tolist() for each in given])
-        group: list[Batch] = []
-        for number, ((inputs, targets), part) in enumerate(zip(loader, parts, strict=True), 1):
-            group.append((inputs, targets, part))
-            if len(group) == self.loop.accumulate or number == len(parts):
-                yield group
-                group = []
+        parts, size = self._batches(epoch), self.loop.accumulate
+        steps = [my_shares(parts[at : at + size], size) for at in range(done * size, len(parts), size)]
+        reads = [share.batch[share.rows].tolist() for step in steps for share in step]
+        loader = self._loader(self._samples(epoch), batch_sampler=reads)
+        for step in steps:
+            yield [(inputs, targets, share) for share, (inputs, targets) in zip(step, loader, strict=False)]
 
     def _samples(self, epoch: int) -> Any:
         if isinstance(self.train, FeatureCache):
@@ -216,13 +211,14 @@ class Training:
 
     def _take_step(self, group: list[Batch]) -> None:
         loop = self.loop
-        counts = [self.task.count(targets) if len(my_share(part)) else 0 for _, targets, part in group]
+        counts = [self.task.count(targets) if share.counts else 0 for _, targets, share in group]
         total = added_up(sum(counts))
-        torch.manual_seed(random_seed(loop.seed, "step", self.step))  # for dropout
         self.model.train()
         summed = 0.0
-        for (inputs, targets, part), count in zip(group, counts, strict=True):
-            self.dropout.batch = len(part)
+        for (inputs, targets, share), count in zip(group, counts, strict=True):
+            # for dropout, whichever process has the batch
+            torch.manual_seed(random_seed(loop.seed, "step", self.step * loop.accumulate + share.number))
+            self.dropout.share = share
             with self._precision():
                 loss = self.task.loss(self.forward(_channels_last(inputs)), targets)
             (loss * (count / max(1, total))).backward()

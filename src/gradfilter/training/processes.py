@@ -1,4 +1,4 @@
-"""Several processes that train one model: each takes its share of every batch, gradients are added up.
+"""Several processes that train one model: each takes its share of every step, gradients are added up.
 
 Without ``torch.distributed`` there is one process, and nothing here costs anything.
 """
@@ -6,13 +6,13 @@ Without ``torch.distributed`` there is one process, and nothing here costs anyth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["add_up_", "added_up", "any_of", "from_first", "is_first", "my_share", "together"]
+__all__ = ["Share", "add_up_", "added_up", "any_of", "from_first", "is_first", "my_shares", "together"]
 
 T = TypeVar("T")
 
@@ -27,9 +27,39 @@ def is_first() -> bool:
     return together() == 1 or dist.get_rank() == 0
 
 
-def my_share(indices: Tensor) -> Tensor:
-    """Those of a batch's samples that are this process's, maybe none; the shares of all make up the batch."""
-    return indices if together() == 1 else indices[dist.get_rank() :: together()]
+class Share(NamedTuple):
+    """What a process takes of one batch of a step.
+
+    number: of the batch in its step
+    batch: the indices of all its samples
+    rows: which of them are this process's
+    counts: False for a stand-in
+    """
+
+    number: int
+    batch: Tensor
+    rows: Tensor
+    counts: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.rows) == len(self.batch)
+
+
+def my_shares(step: Sequence[Tensor], accumulate: int) -> list[Share]:
+    """This process's part of the batches of a step, of which a full one has ``accumulate``.
+
+    Whole batches if every process gets as many: then no sum within a batch differs from one process's.
+    Else some samples of every batch. A process that would have none takes a sample that does not count:
+    all of them take every step.
+    """
+    rank, count = (dist.get_rank(), together()) if together() > 1 else (0, 1)
+    if accumulate % count == 0:
+        mine = [Share(n, step[n], torch.arange(len(step[n]))) for n in range(rank, len(step), count)]
+    else:
+        rows = (torch.arange(len(batch))[rank::count] for batch in step)
+        mine = [Share(n, batch, r) for n, (batch, r) in enumerate(zip(step, rows, strict=True)) if len(r)]
+    return mine or [Share(0, step[0], torch.tensor([0]), counts=False)]
 
 
 def add_up_(tensors: Sequence[Tensor]) -> None:
