@@ -55,6 +55,15 @@ def test_a_changed_model_is_exported_and_stays_as_it_is(tmp_path: Path, kind: An
     assert [p.requires_grad for p in model.parameters()] == trained
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_trained_in_channels_last_is_exported_for_all_to_read(tmp_path: Path, kind: Any) -> None:
+    model = changed_model().to(memory_format=torch.channels_last)
+    example = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    file = export(model, example, tmp_path / f"model{SUFFIXES[kind]}", kind)
+    (tmp_path / "plain").touch()
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "state_dict"])
 def test_weights_load_into_the_plain_model(tmp_path: Path, kind: Any) -> None:
     model, x = changed_model(), torch.randn(2, 3, 32, 32)

@@ -135,9 +135,9 @@ def _loaded_outputs(model: nn.Module, state: dict[str, Tensor], example: Tensor)
 
 
 def _through_onnx(model: nn.Module, example: Tensor, file: Path) -> list[Any]:
-    runtime = _needed("onnxruntime", "onnx")
-    _needed("onnxscript", "onnx")
     with _exporting("ONNX"):
+        runtime = _needed("onnxruntime", "onnx")
+        _needed("onnxscript", "onnx")
         free = ({0: torch.export.Dim.AUTO},) if len(example) > 1 else None
         torch.onnx.export(
             model,
@@ -155,11 +155,13 @@ def _through_onnx(model: nn.Module, example: Tensor, file: Path) -> list[Any]:
 
 
 def _through_executorch(model: nn.Module, example: Tensor, file: Path) -> list[Any]:
-    exir = _needed("executorch.exir", "executorch")
-    partition = _needed("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch")
-    runtime = _needed("executorch.runtime", "executorch")
     with _exporting("ExecuTorch"):
-        graph = torch.export.export(model, (example,))
+        exir = _needed("executorch.exir", "executorch")
+        partition = _needed("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch")
+        runtime = _needed("executorch.runtime", "executorch")
+        # XNNPACK orders maps itself, and its passes fail on weights that are channels-last already
+        example = example.contiguous()
+        graph = torch.export.export(model.to(memory_format=torch.contiguous_format), (example,))
         lowered = exir.to_edge_transform_and_lower(graph, partitioner=[partition.XnnpackPartitioner()])
         file.write_bytes(lowered.to_executorch().buffer)
         program = runtime.Runtime.get().load_program(file)
@@ -178,20 +180,19 @@ def _needed(module: str, extra: str) -> Any:
 @contextmanager
 def _exporting(name: str) -> Iterator[None]:
     """Exporters warn about their own insides, and fail with any error of many lines; ours is one sentence."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except OSError:
+    except (OSError, GradFilterError):
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise GradFilterError(f"The model cannot be exported to {name}: {reason}.") from error
     finally:
-        logger.setLevel(level)
+        logging.disable(disabled)
 
 
 def _tensors(outputs: Any) -> list[Any]:
