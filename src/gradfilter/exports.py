@@ -160,8 +160,9 @@ def _through_executorch(model: nn.Module, example: Tensor, file: Path) -> list[A
         partition = _needed("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch")
         runtime = _needed("executorch.runtime", "executorch")
         # XNNPACK orders maps itself, and its passes fail on weights that are channels-last already
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         example = example.contiguous()
-        graph = torch.export.export(model.to(memory_format=torch.contiguous_format), (example,))
+        graph = torch.export.export(model, (example,))
         lowered = exir.to_edge_transform_and_lower(graph, partitioner=[partition.XnnpackPartitioner()])
         file.write_bytes(lowered.to_executorch().buffer)
         program = runtime.Runtime.get().load_program(file)
