@@ -38,9 +38,9 @@ CASES = {
     "cifar10": f"--data {{cifar10}} --size 224 --model resnet18 --weights {{resnet18}} --shots 500 "
     f"--layers last:4 --augment false --epochs 16 --batch 64 --lr 0.02 {SGD}",
     "camvid_deeplabv3_mobilenet_v2": f"--data {{camvid}} --size 128 --model smp:DeepLabV3/mobilenet_v2 "
-    f"--weights {{mobilenet_v2}} --layers last:8 --norm batch --epochs 12 --batch 8 --lr 0.02 {SGD}",
+    f"--weights {{mobilenet_v2}} --layers last:8 --norm batch --epochs 4 --batch 8 --lr 0.02 {SGD}",
     "camvid_upernet_resnet18": f"--data {{camvid}} --size 128 --model smp:UPerNet/resnet18 "
-    f"--weights {{resnet18}} --layers last:8 --epochs 12 --batch 8 --lr 0.02 {SGD}",
+    f"--weights {{resnet18}} --layers last:8 --epochs 4 --batch 8 --lr 0.02 {SGD}",
 }
 WEIGHTS = {"mobilenet_v2": "mobilenet_v2-b0353104.pth", "resnet18": "resnet18_imagenet1k.pth"}
 
