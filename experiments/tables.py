@@ -187,9 +187,18 @@ def _training() -> str:
     for case, runs in cases.items():
         for arm in dict.fromkeys(run["arm"] for run in runs):
             lines.append([case, arm, *_training_cells([run for run in runs if run["arm"] == arm])])
-    # runs of a case may be of several days: its last one stands for them here, the records have all
-    where = [f"{case}: {conditions(runs[-1]['environment'])}" for case, runs in cases.items()]
+    where = [f"{case}: {_training_conditions(runs)}" for case, runs in cases.items()]
     return "\n\n".join([report.markdown_table(lines), *where])
+
+
+def _training_conditions(runs: list[dict[str, Any]]) -> str:
+    """Of the first run, whose steps stand in the table, and where else runs were made."""
+    first, *others = (run["environment"] for run in runs)
+    elsewhere = dict.fromkeys(
+        f"{at['processor']}, {at['threads']} threads, commit {at['commit']}" for at in others
+    )
+    elsewhere.pop(f"{first['processor']}, {first['threads']} threads, commit {first['commit']}", None)
+    return conditions(first) + "".join(f" Other runs: {place}." for place in elsewhere)
 
 
 def _training_cells(runs: list[dict[str, Any]]) -> list[str]:
