@@ -380,7 +380,9 @@ def test_adapters_are_there_again(method: str, pictures: Path, tmp_path: Path) -
     assert json.loads((tmp_path / "scores.json").read_text())["accuracy"] == pytest.approx(accuracy)
 
 
-def test_a_file_of_settings_and_what_comes_after_it(pictures: Path, tmp_path: Path) -> None:
+def test_a_file_of_settings_and_what_comes_after_it(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(f"data: {pictures}\nepochs: 7\nmethods:\n  head: Exact()\n")
     out = tmp_path / "run"
@@ -390,6 +392,7 @@ def test_a_file_of_settings_and_what_comes_after_it(pictures: Path, tmp_path: Pa
     file.write_text("epohs: 3\n")
     assert train(tmp_path / "other", "--config", file) == 2
     assert not (tmp_path / "other").exists()
+    assert f"{file} has a field epohs, which is none. Did you mean epochs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -403,6 +406,8 @@ def test_a_file_of_settings_and_what_comes_after_it(pictures: Path, tmp_path: Pa
         (["--cache", "on", "--layers", "all"], "--cache on needs frozen layers"),
         (["--data", "nowhere"], "nowhere is neither a file or folder nor a known data set"),
         (["--recipe", "pets2"], "There is no recipe pets2. Did you mean pets"),
+        (["--recipe"], "expected one argument"),
+        (["--model", "smp:FPN/resnet18"], "gives one class per pixel, but digits needs one per picture"),
         (["--weights", "none.pth"], "none.pth does not exist"),
         (["--method", "HOSWD(0.8)"], "There is no method HOSWD"),
         (["--layers", "conv99"], "No layer matches 'conv99'"),
@@ -419,6 +424,56 @@ def test_bad_options_get_one_sentence(
     assert sentence in told
     assert "Traceback" not in told
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_the_other_task_is_refused(
+    masked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--data", masked) == 2
+    assert "tiny gives one class per picture" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_cannot_begin_leaves_nothing(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder would be in the way of the next try. One that has trained stays."""
+    picture = pictures / "red" / "3.jpg"
+    whole = picture.read_bytes()
+    picture.write_bytes(whole[: len(whole) // 2])  # its size can be read, its pixels cannot
+    assert train(tmp_path / "run", "--data", pictures, "--augment", "false") == 2
+    assert "3.jpg" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    picture.write_bytes(whole)
+    assert train(tmp_path / "run", "--data", pictures, "--lr", "1e30", "--clip", "0") == 2
+    assert "is not finite" in capsys.readouterr().err
+    assert train(tmp_path / "run", "--data", pictures, "--epochs", "1") == 0
+    assert train(tmp_path / "run", "--data", pictures) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{}", '{"found": 3}'])
+def test_settings_that_somebody_damaged(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", *STEPS, "--epochs", "1") == 0
+    (tmp_path / "run" / "config.json").write_text(content)
+    for command in (["train", "--resume"], ["eval"]):
+        assert run(*command, tmp_path / "run") == 2
+        assert "config.json is damaged" in capsys.readouterr().err
+
+
+def test_labels_are_not_written_over_a_picture(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--data", pictures, "--epochs", "1") == 0
+    picture = pictures / "red" / "3.jpg"
+    before = picture.read_bytes()
+    assert run("predict", tmp_path / "run", picture, "--out", picture) == 2
+    assert "is no CSV file; give another name" in capsys.readouterr().err
+    assert picture.read_bytes() == before
+    for _ in range(2):
+        assert run("predict", tmp_path / "run", picture, "--out", tmp_path / "labels.csv") == 0
 
 
 def break_one_class(folder: Path) -> None:

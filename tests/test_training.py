@@ -237,7 +237,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     file.write_bytes(bytes(content))
     with pytest.raises(gf.GradFilterError, match="checksum differs"):
         training(tmp_path).resume()
-    (tmp_path / "checkpoint.json").write_text("{")
+    for content in ("{", "{}", "[]"):
+        (tmp_path / "checkpoint.json").write_text(content)
+        with pytest.raises(gf.GradFilterError, match="is damaged"):
+            training(tmp_path).resume()
+    (tmp_path / "checkpoint.json").unlink()
+    (tmp_path / "checkpoint.json").mkdir()
     with pytest.raises(gf.GradFilterError, match="is damaged"):
         training(tmp_path).resume()
 
@@ -286,6 +291,37 @@ def test_time_and_patience_end_a_training() -> None:
     waiting = training(epochs=50, lr=0.0, patience=2)
     assert waiting.run().why_ended == "accuracy had not grown for 2 epochs"
     assert len(waiting.history.epochs) == 3
+
+
+@pytest.mark.parametrize(("losses", "best"), [([0.7, 0.2, 0.3], 1), ([0.1, 0.2, 0.3], 0)])
+def test_of_epochs_with_the_same_score_that_with_the_least_loss_is_best(
+    losses: list[float], best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And patience still waits for a better score."""
+    made = training(epochs=3, patience=2)
+    monkeypatch.setattr(made, "evaluate", lambda: {"accuracy": 50.0})
+    for loss in losses:
+        made.step, made.losses = made.step + made.per_epoch, [loss, 1.0]
+        made._end_epoch()
+    assert made.history.best == best
+    assert made.history.why_ended == "accuracy had not grown for 2 epochs"
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
+    made = training(tmp_path, lr=1e30, momentum=0, clip=0)
+    with pytest.raises(gf.GradFilterError, match=r"loss of step \d+ is not finite.* smaller lr than 1e\+30"):
+        made.run(checkpoint_every=0)
+    assert made.step > 0
+    found = checkpoint.read(tmp_path)
+    assert found is not None
+    assert found.facts["step"] == made.step
+
+
+def test_a_batch_of_one_sample_has_no_statistics() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 16), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    made = Training(model, Noisy(5), None, TASK, Loop(epochs=1, batch=4))
+    with pytest.raises(gf.GradFilterError, match="so that no single sample is left over"):
+        made.run()
 
 
 PAIR = """
@@ -398,6 +434,7 @@ def test_shares_make_up_the_step(
         assert mine
         assert all(share.is_whole for share in mine if share.counts) or accumulate % processes
         assert all(torch.equal(share.batch, step[share.number]) for share in mine)
+        assert all(share.is_whole for share in mine if not share.counts)  # one sample may have no statistics
         taken += [index for share in mine if share.counts for index in share.batch[share.rows].tolist()]
     assert sorted(taken) == torch.cat(step).tolist()
 

@@ -44,13 +44,15 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
 
     arguments = [*_spelled(arguments)]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--recipe")
-    recipe = first.parse_known_args(arguments)[0].recipe
+    first.add_argument("--recipe", nargs="?")
+    first.add_argument("--config", nargs="?")
+    given, _ = first.parse_known_args(arguments)
     parser = _parser()
-    if recipe:
-        from ..training.recipes import read_recipe
+    for settings in (given.recipe, given.config):
+        if settings:
+            from ..training.recipes import read_recipe
 
-        parser.set_defaults(read_recipe(recipe))
+            parser.set_defaults(read_recipe(settings))
     try:
         found = parser.parse_args(arguments).as_dict()
     except ArgumentError as error:
@@ -58,7 +60,7 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     resume = found.pop("resume")
     if resume and len(arguments) > (1 if arguments[0].startswith("--resume=") else 2):
         raise GradFilterError("--resume goes on as the run was begun; give no other option with it.")
-    values = {name: value for name, value in found.items() if name not in ("recipe", "config", "cfg")}
+    values = {name: value for name, value in found.items() if name not in ("recipe", "config")}
     return argparse.Namespace(run=_run, resume=resume, config=None if resume else Config(**values))
 
 
@@ -74,8 +76,7 @@ def _spelled(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _parser() -> Any:
-    from jsonargparse import (  # type: ignore[attr-defined]  # lazily exported
-        ActionConfigFile,
+    from jsonargparse import (
         ArgumentParser,
         DefaultHelpFormatter,
     )
@@ -95,7 +96,7 @@ def _parser() -> Any:
         formatter_class=Formatter,
     )
     parser.add_argument("--recipe", help="settings of the package (`gradfilter recipes`), or a YAML file")
-    parser.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings, after the recipe")
+    parser.add_argument("--config", help="a YAML file of settings, which go before those of the recipe")
     parser.add_argument("--resume", metavar="RUN", help="the folder of a run that was stopped")
     parser.add_class_arguments(Config)
     parser._action_groups[-1].title = "settings"
@@ -133,6 +134,10 @@ def _run(arguments: argparse.Namespace) -> None:
             job = prepare(arguments.config, tell=tell, say=tell.say)
         try:
             history = job.train()
+        except GradFilterError:
+            if is_first() and not arguments.resume:
+                job.run.discard()
+            raise
         except KeyboardInterrupt:
             way_on = f"gradfilter train --resume {job.run.path} goes on."
             raise KeyboardInterrupt(f"interrupted; {way_on}") from None
@@ -151,10 +156,15 @@ def _processes() -> Iterator[None]:
     dist.init_process_group("gloo")
     try:
         yield
+        dist.barrier()
+    except RuntimeError as error:
+        dist.destroy_process_group()
+        if "gloo" not in str(error):
+            raise
+        raise GradFilterError("Another process of this training has ended; it says why.") from None
     except BaseException:
         dist.destroy_process_group()
         raise
-    dist.barrier()
     _leave()
 
 

@@ -25,7 +25,7 @@ _WIDE = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # grey with 16 bits; Pillow's 
 
 def is_picture(path: Path) -> bool:
     """Whether a file is a picture by its name; hidden files are not."""
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not path.is_dir()
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:

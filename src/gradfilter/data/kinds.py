@@ -308,5 +308,7 @@ def _usable(data: Data, where: object) -> Data:
         )
     for side, samples in (("training", data.train), ("test", data.test)):
         if not len(samples):
-            raise GradFilterError(f"{where} has no {side} samples.")
+            raise GradFilterError(
+                f"{where} has no {side} samples; classes need two samples, or a {side} part."
+            )
     return data

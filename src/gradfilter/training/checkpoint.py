@@ -51,9 +51,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
         sync(folder)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
+        before = " The one before it is whole." if (folder / _INDEX).exists() else ""
         raise GradFilterError(
-            f"The checkpoint {file} cannot be written: {why}. The one before it is "
-            "whole; make room, or give the run another folder."
+            f"The checkpoint {file} cannot be written: {why}.{before} Make room, or give the run another "
+            "folder."
         ) from error
     for old in folder.glob("step-*"):
         if old != file:
@@ -64,17 +65,17 @@ def read(folder: Path) -> Checkpoint | None:
     """The checkpoint in a folder; None if there is none."""
     try:
         index = json.loads((folder / _INDEX).read_text())
+        file, checksum, facts = folder / index["file"], index["sha256"], index["facts"]
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise GradFilterError(f"{folder / _INDEX} is damaged ({error}); start the run anew.") from error
-    file = folder / index["file"]
     try:
-        if _checksum(file) != index["sha256"]:
+        if _checksum(file) != checksum:
             raise GradFilterError(
                 f"{file} is not what was written: its checksum differs; start the run anew."
             )
-        return Checkpoint(load_file(file), index["facts"])
+        return Checkpoint(load_file(file), facts)
     except (OSError, SafetensorError) as error:
         raise GradFilterError(f"{file} cannot be read ({error}); start the run anew.") from error
 

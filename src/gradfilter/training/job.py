@@ -34,7 +34,7 @@ from .saved import holds_adapters, weights_of
 from .sets import open_sets, transformed, usual_size
 from .settings import Config
 from .summary import write_summary
-from .tasks import Classification, Segmentation, task_of
+from .tasks import Classification, Segmentation, class_scores, task_of
 from .tensorboard import TensorBoard
 
 __all__ = ["Job", "go_on", "prepare"]
@@ -148,6 +148,7 @@ def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
     data, said = open_sets(config, tell)
     config = _resolved(config, data)
     model = built(config, len(data.classes))
+    _check_output(config, data, model)
     plan = plan_of(config, model)
     check(data, tell)
     make_ready_(model, plan, config)
@@ -161,6 +162,22 @@ def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
     # the others of several processes only read
     run = RunFolder.create(config.out, everything) if is_first() else RunFolder(Path(config.out), everything)
     return _introduced(Job(config, data, model, plan, run, said, tell), say)
+
+
+def _check_output(config: Config, data: Data, model: nn.Module) -> None:
+    """That it is of the data's task."""
+    is_training = model.training
+    with torch.no_grad():
+        scores = class_scores(model.eval()(example_of(config)), len(data.classes))
+    model.train(is_training)
+    if scores.dim() != {"classify": 2, "segment": 4}[data.task]:
+        gives, needs = "one class per picture", "one per pixel"
+        if data.task == "classify":
+            gives, needs = "one class per pixel", "one per picture"
+        raise GradFilterError(
+            f"The model {config.model} gives {gives}, but {data.name} needs {needs}; take a model such as "
+            f"{MODELS[data.task]}."
+        )
 
 
 def _check_cache(config: Config, plan: Plan) -> None:
@@ -206,9 +223,10 @@ def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = pri
             f"The data of {folder}, {config.data}, cannot be opened any more: {error}"
         ) from None
     if (list(data.classes), _counts(data)) != (run.found["classes"], run.found["samples"]):
+        on_top = f" on top of this one: --weights {folder}" if run.best.exists() else " under another name"
         raise GradFilterError(
             f"{config.data} is not what it was when {folder} was begun: classes or the number of pictures "
-            f"have changed. Put it back, or start a new run on top of this one: --weights {folder}."
+            f"have changed. Put it back, or start a new run{on_top}."
         )
     model = built(config, len(data.classes))  # as at the start: methods and caches look at the first weights
     plan = plan_of(config, model)
@@ -279,6 +297,8 @@ def _introduced(job: Job, say: Say) -> Job:
         say(f"A batch of {config.batch} keeps {format_bytes(after)} for the backward{share}.")
         if config.norm != "batch" and _has_new_batch_norms(job.model):
             say("Some batch norms have seen no data yet, as in a new head; --norm batch may serve better.")
+        if config.norm == "batch" and together() > 1:
+            say("Each process has batch statistics of its own samples, and the first one's are kept.")
         processes = f"; {together()} processes" if together() > 1 else ""
         say(f"The run is in {job.run.path}{processes}.")
     return job

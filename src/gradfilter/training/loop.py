@@ -219,10 +219,15 @@ class Training:
             # for dropout, whichever process has the batch
             torch.manual_seed(random_seed(loop.seed, "step", self.step * loop.accumulate + share.number))
             self.dropout.share = share
-            with self._precision():
-                loss = self.task.loss(self.forward(_channels_last(inputs)), targets)
+            loss = self._loss(inputs, targets)
             (loss * (count / max(1, total))).backward()
             summed += float(loss.detach()) * count if count else 0.0
+        summed = added_up(summed)
+        if not math.isfinite(summed):
+            raise GradFilterError(
+                f"The loss of step {self.step + 1} is not finite, so the training was stopped; try again "
+                f"with a smaller lr than {loop.lr:g}, or with clip."
+            )
         if self.step < loop.head_steps:
             for parameter in self.body:
                 parameter.grad = None
@@ -234,9 +239,21 @@ class Training:
             settings["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses = [self.losses[0] + added_up(summed), self.losses[1] + total]
+        self.losses = [self.losses[0] + summed, self.losses[1] + total]
         self.step += 1
         self.tell("training", self.step, self.steps)
+
+    def _loss(self, inputs: Any, targets: Tensor) -> Tensor:
+        try:
+            with self._precision():
+                return self.task.loss(self.forward(_channels_last(inputs)), targets)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise GradFilterError(
+                "A batch norm cannot take its statistics from a batch of one sample; choose a batch so that "
+                "no single sample is left over, or norm fixed."
+            ) from None
 
     def _precision(self) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if self.loop.precision == "bf16" else nullcontext()
@@ -251,8 +268,9 @@ class Training:
         self.losses = [0.0, 0.0]
         judge = next(iter(scores), "loss")
         values = [entry[judge] if scores else -entry[judge] for entry in history.epochs]
-        history.best = max(range(len(values)), key=lambda i: values[i])
-        waited = len(values) - 1 - history.best
+        # of epochs with the same score the one that has learned more
+        history.best = max(range(len(values)), key=lambda i: (values[i], -history.epochs[i]["loss"]))
+        waited = len(values) - 1 - values.index(max(values))
         if self.loop.patience and waited >= self.loop.patience and not history.why_ended:
             history.why_ended = f"{judge} had not grown for {waited} epochs"
         history.why_ended = from_first(history.why_ended)  # batch statistics differ, and so may scores

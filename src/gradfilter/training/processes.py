@@ -50,8 +50,8 @@ def my_shares(step: Sequence[Tensor], accumulate: int) -> list[Share]:
     """This process's part of the batches of a step, of which a full one has ``accumulate``.
 
     Whole batches if every process gets as many: then no sum within a batch differs from one process's.
-    Else some samples of every batch. A process that would have none takes a sample that does not count:
-    all of them take every step.
+    Else some samples of every batch. A process that would have none takes a batch that does not count: all
+    of them take every step.
     """
     rank, count = (dist.get_rank(), together()) if together() > 1 else (0, 1)
     if accumulate % count == 0:
@@ -59,7 +59,7 @@ def my_shares(step: Sequence[Tensor], accumulate: int) -> list[Share]:
     else:
         rows = (torch.arange(len(batch))[rank::count] for batch in step)
         mine = [Share(n, batch, r) for n, (batch, r) in enumerate(zip(step, rows, strict=True)) if len(r)]
-    return mine or [Share(0, step[0], torch.tensor([0]), counts=False)]
+    return mine or [Share(0, step[0], torch.arange(len(step[0])), counts=False)]
 
 
 def add_up_(tensors: Sequence[Tensor]) -> None:

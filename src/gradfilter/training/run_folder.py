@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,13 @@ class RunFolder:
             raise GradFilterError(
                 f"{folder} holds a run already; go on with it by --resume {folder}, or give another name."
             )
-        resolved = plain(config)
-        write(folder / _CONFIG, json.dumps(resolved, indent=1) + "\n")
-        return cls(folder, resolved)
+        run = cls(folder, plain(config))
+        try:
+            write(folder / _CONFIG, json.dumps(run.config, indent=1) + "\n")
+        except GradFilterError:
+            run.discard()
+            raise
+        return run
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
@@ -66,10 +71,21 @@ class RunFolder:
             raise GradFilterError(f"{folder / _CONFIG} is damaged; start the run anew under another name.")
         return cls(folder, config)
 
+    def discard(self) -> None:
+        """Take the folder away again, if nothing was trained yet: else it would be in the next one's way."""
+        if self.checkpoint.exists() or self.epochs():
+            return
+        for name in (_CONFIG, _METRICS):
+            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):  # it may hold what is not ours
+            self.path.rmdir()
+
     @property
     def found(self) -> dict[str, Any]:
         """What the run found out about its data, and decided by it."""
-        facts: dict[str, Any] = self.config["found"]
+        facts = self.config.get("found")
+        if not isinstance(facts, dict):
+            raise GradFilterError(f"{self.path / _CONFIG} is damaged; start the run anew under another name.")
         return facts
 
     def note(self, **facts: Any) -> None:
@@ -107,7 +123,7 @@ class RunFolder:
     def epochs(self) -> list[dict[str, Any]]:
         """The metrics so far; a line that a kill left unfinished does not count."""
         try:
-            lines = (self.path / _METRICS).read_text().splitlines()
+            lines = (self.path / _METRICS).read_text(errors="replace").splitlines()
         except FileNotFoundError:
             return []
         return [entry for entry in map(_entry, lines) if entry is not None]
