@@ -142,3 +142,33 @@ def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(GradFilterError, match="is damaged"):
         RunFolder.open(tmp_path)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_run_that_did_not_begin_is_taken_away(tmp_path: Path, is_there: bool) -> None:
+    """And nothing else: neither a folder that somebody made, nor a run that has trained."""
+    folder = tmp_path / "run"
+    if is_there:
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+    run = RunFolder.create(folder, {"epochs": 2})
+    (folder / "tensorboard").mkdir()
+    run.discard()
+    assert folder.exists() == is_there
+    assert not (folder / "config.json").exists()
+    assert (folder / "notes.txt").exists() == is_there
+    again = RunFolder.create(folder, {"epochs": 2})
+    again.append({"epoch": 1, "loss": 0.7})
+    again.discard()
+    assert RunFolder.open(folder).epochs()
+
+
+def test_what_cannot_be_taken_away_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.create(tmp_path / "run", {"epochs": 2})
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    run.discard()
+    assert (tmp_path / "run" / "config.json").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import platform
 import random
@@ -241,9 +242,15 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         (tmp_path / "checkpoint.json").write_text(content)
         with pytest.raises(gf.GradFilterError, match="is damaged"):
             training(tmp_path).resume()
+    training(tmp_path, epochs=1).run()
+    index = json.loads((tmp_path / "checkpoint.json").read_text())
+    for facts in ({}, [], None, index["facts"] | {"later": 1}):
+        (tmp_path / "checkpoint.json").write_text(json.dumps(index | {"facts": facts}))
+        with pytest.raises(gf.GradFilterError, match="is damaged"):
+            training(tmp_path).resume()
     (tmp_path / "checkpoint.json").unlink()
     (tmp_path / "checkpoint.json").mkdir()
-    with pytest.raises(gf.GradFilterError, match="is damaged"):
+    with pytest.raises(gf.GradFilterError, match="cannot be read"):
         training(tmp_path).resume()
 
 
@@ -293,18 +300,35 @@ def test_time_and_patience_end_a_training() -> None:
     assert len(waiting.history.epochs) == 3
 
 
-@pytest.mark.parametrize(("losses", "best"), [([0.7, 0.2, 0.3], 1), ([0.1, 0.2, 0.3], 0)])
+@pytest.mark.parametrize(
+    ("scores", "losses", "best", "ends"),
+    [
+        ([50, 50, 50], [0.7, 0.2, 0.3], 1, True),
+        ([50, 50, 50], [0.1, 0.2, 0.3], 0, True),
+        ([math.nan, 50, 40], [0.1, 0.2, 0.3], 1, False),
+        ([50, math.nan, 60], [0.1, 0.2, 0.3], 2, False),
+    ],
+)
 def test_of_epochs_with_the_same_score_that_with_the_least_loss_is_best(
-    losses: list[float], best: int, monkeypatch: pytest.MonkeyPatch
+    scores: list[float], losses: list[float], best: int, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And patience still waits for a better score."""
     made = training(epochs=3, patience=2)
-    monkeypatch.setattr(made, "evaluate", lambda: {"accuracy": 50.0})
-    for loss in losses:
+    for score, loss in zip(scores, losses, strict=True):
+        monkeypatch.setattr(made, "evaluate", lambda score=score: {"accuracy": score})
         made.step, made.losses = made.step + made.per_epoch, [loss, 1.0]
         made._end_epoch()
     assert made.history.best == best
-    assert made.history.why_ended == "accuracy had not grown for 2 epochs"
+    assert made.history.why_ended == ("accuracy had not grown for 2 epochs" if ends else "")
+
+
+def test_the_best_epoch_is_one_whose_weights_were_kept() -> None:
+    """Of a run begun when the first of equal epochs was the best one."""
+    made = training()
+    made.history.epochs = [{"epoch": i, "loss": 1 / i, "accuracy": 101.0} for i in (1, 2)]
+    made.history.best, made.step = 0, 3 * made.per_epoch
+    made._end_epoch()
+    assert made.history.best == 0
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
@@ -320,7 +344,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
 def test_a_batch_of_one_sample_has_no_statistics() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 16), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     made = Training(model, Noisy(5), None, TASK, Loop(epochs=1, batch=4))
-    with pytest.raises(gf.GradFilterError, match="so that no single sample is left over"):
+    with pytest.raises(gf.GradFilterError, match="so that no process is left with a single one"):
         made.run()
 
 

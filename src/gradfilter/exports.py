@@ -182,7 +182,7 @@ def _needed(module: str, extra: str) -> Any:
 def _exporting(name: str) -> Iterator[None]:
     """Exporters warn about their own insides, and fail with any error of many lines; ours is one sentence."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -29,7 +29,8 @@ def replacing(file: str | os.PathLike[str]) -> Iterator[Path]:
         partial.touch()  # what cannot be written is refused before the work is done
         mode = partial.stat().st_mode
         yield partial
-        partial.chmod(mode)  # safetensors makes files that nobody else may read
+        with suppress(OSError):  # not all disks know modes
+            partial.chmod(mode)  # safetensors makes files that nobody else may read
         sync(partial)  # else a power cut can leave the new name with nothing in it
         partial.replace(target)
     except OSError as error:

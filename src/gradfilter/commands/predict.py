@@ -44,8 +44,8 @@ def _run(arguments: argparse.Namespace) -> None:
     files = list(_files(arguments.pictures))
     saved = open_run(arguments.folder, arguments.weights)
     out = arguments.out
-    if saved.task == "classify" and out and Path(out).exists() and Path(out).suffix != ".csv":
-        raise GradFilterError(f"{out} is there already, and is no CSV file; give another name to --out.")
+    if saved.task == "classify" and out and Path(out).suffix.lower() != ".csv":
+        raise GradFilterError(f"Labels are written as CSV, so --out must end in .csv, unlike {out}.")
     with Progress() as tell:
         pictures = read_pictures(files, lambda sentence: print(f"warning: {sentence}", file=sys.stderr))
         found = predict(saved.model, pictures, saved.transform.of_picture, saved.classes, saved.task)

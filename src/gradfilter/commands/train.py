@@ -45,14 +45,12 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     arguments = [*_spelled(arguments)]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe", nargs="?")
-    first.add_argument("--config", nargs="?")
-    given, _ = first.parse_known_args(arguments)
+    recipe = first.parse_known_args(arguments)[0].recipe
     parser = _parser()
-    for settings in (given.recipe, given.config):
-        if settings:
-            from ..training.recipes import read_recipe
+    if recipe:
+        from ..training.recipes import read_recipe
 
-            parser.set_defaults(read_recipe(settings))
+        parser.set_defaults(read_recipe(recipe))
     try:
         found = parser.parse_args(arguments).as_dict()
     except ArgumentError as error:
@@ -60,7 +58,7 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     resume = found.pop("resume")
     if resume and len(arguments) > (1 if arguments[0].startswith("--resume=") else 2):
         raise GradFilterError("--resume goes on as the run was begun; give no other option with it.")
-    values = {name: value for name, value in found.items() if name not in ("recipe", "config")}
+    values = {name: value for name, value in found.items() if name not in ("recipe", "config", "cfg")}
     return argparse.Namespace(run=_run, resume=resume, config=None if resume else Config(**values))
 
 
@@ -76,7 +74,8 @@ def _spelled(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _parser() -> Any:
-    from jsonargparse import (
+    from jsonargparse import (  # type: ignore[attr-defined]  # lazily exported
+        ActionConfigFile,
         ArgumentParser,
         DefaultHelpFormatter,
     )
@@ -96,7 +95,7 @@ def _parser() -> Any:
         formatter_class=Formatter,
     )
     parser.add_argument("--recipe", help="settings of the package (`gradfilter recipes`), or a YAML file")
-    parser.add_argument("--config", help="a YAML file of settings, which go before those of the recipe")
+    parser.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings, after the recipe")
     parser.add_argument("--resume", metavar="RUN", help="the folder of a run that was stopped")
     parser.add_class_arguments(Config)
     parser._action_groups[-1].title = "settings"
@@ -110,7 +109,11 @@ def _parser() -> Any:
 def _sentence(message: str) -> str:
     """One line of what jsonargparse says in several, with the nearest name where one is unknown."""
     line = " ".join(message.split())
-    unknown = re.search(r"[Uu]nrecognized arguments: --([\w-]+)|Key [\"']([\w-]+)[\"'] is not expected", line)
+    unknown = re.search(
+        r"[Uu]nrecognized arguments: --([\w-]+)"
+        r"|(?:Key|Option) [\"']([\w-]+)[\"'] is not (?:expected|accepted)",
+        line,
+    )
     if unknown:
         name = unknown[1] or unknown[2]
         known = [each.name for each in fields(Config)]
@@ -134,7 +137,7 @@ def _run(arguments: argparse.Namespace) -> None:
             job = prepare(arguments.config, tell=tell, say=tell.say)
         try:
             history = job.train()
-        except GradFilterError:
+        except (GradFilterError, RuntimeError):  # the latter where another process failed
             if is_first() and not arguments.resume:
                 job.run.discard()
             raise
@@ -161,7 +164,7 @@ def _processes() -> Iterator[None]:
         dist.destroy_process_group()
         if "gloo" not in str(error):
             raise
-        raise GradFilterError("Another process of this training has ended; it says why.") from None
+        raise GradFilterError("Another process of this training has ended, or does not answer.") from None
     except BaseException:
         dist.destroy_process_group()
         raise

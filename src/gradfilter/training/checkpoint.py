@@ -68,7 +68,9 @@ def read(folder: Path) -> Checkpoint | None:
         file, checksum, facts = folder / index["file"], index["sha256"], index["facts"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise GradFilterError(f"{folder / _INDEX} cannot be read ({error.strerror}).") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise GradFilterError(f"{folder / _INDEX} is damaged ({error}); start the run anew.") from error
     try:
         if _checksum(file) != checksum:

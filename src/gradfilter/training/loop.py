@@ -169,11 +169,16 @@ class Training:
         found = None if self.folder is None else checkpoint.read(self.folder)
         if found is None:
             return False
+        try:
+            facts = dict(found.facts)
+            counts = {name: facts.pop(name) for name in _COUNTS}
+            self.history = History(**facts)
+        except (KeyError, TypeError, ValueError):
+            raise GradFilterError(
+                f"The checkpoint in {self.folder} is damaged; start the run anew."
+            ) from None
         checkpoint.load_training_(self.model, self.optimizer, found.tensors)
-        facts = dict(found.facts)
-        for name in _COUNTS:
-            setattr(self, name, facts.pop(name))
-        self.history = History(**facts)
+        vars(self).update(counts)
         return True
 
     def _batches(self, epoch: int) -> list[Tensor]:
@@ -251,8 +256,8 @@ class Training:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise GradFilterError(
-                "A batch norm cannot take its statistics from a batch of one sample; choose a batch so that "
-                "no single sample is left over, or norm fixed."
+                "A batch norm cannot take its statistics from one sample; choose a batch so that no process "
+                "is left with a single one, or norm fixed."
             ) from None
 
     def _precision(self) -> Any:
@@ -267,9 +272,10 @@ class Training:
         history.epochs.append({"epoch": epoch, "loss": loss, **times, **scores})
         self.losses = [0.0, 0.0]
         judge = next(iter(scores), "loss")
-        values = [entry[judge] if scores else -entry[judge] for entry in history.epochs]
-        # of epochs with the same score the one that has learned more
-        history.best = max(range(len(values)), key=lambda i: (values[i], -history.epochs[i]["loss"]))
+        values = [_rank(entry[judge] if scores else -entry[judge]) for entry in history.epochs]
+        ranks = [(value, _rank(-entry["loss"])) for value, entry in zip(values, history.epochs, strict=True)]
+        if history.best < 0 or ranks[-1] > ranks[history.best]:  # only of the last one the weights are there
+            history.best = len(ranks) - 1
         waited = len(values) - 1 - values.index(max(values))
         if self.loop.patience and waited >= self.loop.patience and not history.why_ended:
             history.why_ended = f"{judge} had not grown for {waited} epochs"
@@ -292,6 +298,11 @@ class Training:
 def _channels_last(inputs: Any) -> Any:
     is_pictures = isinstance(inputs, Tensor) and inputs.dim() == 4
     return inputs.to(memory_format=torch.channels_last) if is_pictures else inputs
+
+
+def _rank(value: float) -> float:
+    """What is no number comes last."""
+    return -math.inf if math.isnan(value) else value
 
 
 def _body(model: nn.Module, head: str) -> list[nn.Parameter]:

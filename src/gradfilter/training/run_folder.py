@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,13 +35,14 @@ class RunFolder:
     ({'epochs': 2}, [{'epoch': 1, 'loss': 0.7}])
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        self.path, self.config = path, dict(config)
+    def __init__(self, path: Path, config: Mapping[str, Any], *, is_new: bool = False) -> None:
+        self.path, self.config, self.is_new = path, dict(config), is_new
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> RunFolder:
         """A folder for a new run; refused where there is a run already, so that none is ever written over."""
         folder = Path(path)
+        is_new = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -49,7 +51,7 @@ class RunFolder:
             raise GradFilterError(
                 f"{folder} holds a run already; go on with it by --resume {folder}, or give another name."
             )
-        run = cls(folder, plain(config))
+        run = cls(folder, plain(config), is_new=is_new)
         try:
             write(folder / _CONFIG, json.dumps(run.config, indent=1) + "\n")
         except GradFilterError:
@@ -72,13 +74,15 @@ class RunFolder:
         return cls(folder, config)
 
     def discard(self) -> None:
-        """Take the folder away again, if nothing was trained yet: else it would be in the next one's way."""
-        if self.checkpoint.exists() or self.epochs():
-            return
-        for name in (_CONFIG, _METRICS):
-            (self.path / name).unlink(missing_ok=True)
-        with suppress(OSError):  # it may hold what is not ours
-            self.path.rmdir()
+        """Take the run away again, if nothing was trained yet: else it would be in the next one's way."""
+        with suppress(OSError):  # it may hold what is not ours, or be gone with its disk
+            if self.checkpoint.exists() or self.epochs():
+                return
+            for name in (_CONFIG, _METRICS):
+                (self.path / name).unlink(missing_ok=True)
+            if self.is_new:
+                shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+                self.path.rmdir()
 
     @property
     def found(self) -> dict[str, Any]:
