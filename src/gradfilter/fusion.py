@@ -18,12 +18,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .chains import NO_NORM, Chain, find_chains, is_sum, only_reader, why_alone, why_no_norm
+from .geometry import ConvGeometry
 from .inverted import Block, find_blocks
 from .methods import Exact, Method
-from .modules import CONVOLUTIONS
+from .modules import CONVOLUTIONS, AdaptedLayer
 from .ops.fused import NONE, FusedConv, with_norm
 from .ops.inverted_residual import InvertedResidual
 from .ops.layer import Call, Followers, run_layer
+from .ops.linear import linear
 
 __all__ = ["Known", "Step", "Values", "describe", "make_steps", "run_steps"]
 
@@ -212,7 +214,10 @@ def _call(fused: FusedConv, forward: Callable[..., Tensor], followers: Followers
 def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], frozen: set[Node]) -> Step:
     target: Any = node.target
     if node.op == "call_module":
-        return Step(node, modules[target], node.args, node.kwargs)
+        module = modules[target]
+        if getattr(module, "gradfilter_base", type(module)) is nn.Linear and not node.kwargs:
+            module = partial(_run_linear, module)
+        return Step(node, module, node.args, node.kwargs)
     if node.op == "get_attr":
         return Step(node, partial(_attribute, modules[""], target), (), {})
     if node.op == "call_method":
@@ -222,6 +227,17 @@ def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], fro
             if isinstance(mine, Node) and mine not in frozen and _is_free(made.get(mine)):
                 return Step(node, _add_to, (mine, other), {})
     return Step(node, target, node.args, node.kwargs)
+
+
+def _run_linear(layer: Any, x: Tensor) -> Any:
+    """Plain features need no method."""
+    if type(x) is Tensor and x.dim() == 2 and not isinstance(layer, AdaptedLayer):
+        method: Method = getattr(layer, "gradfilter_method", Exact())
+        geometry = ConvGeometry.pointwise(tuple(x.shape), len(layer.weight))
+        if isinstance(method, Exact) or method.refuses(geometry):
+            with torch._C.DisableTorchFunction():
+                return linear(x, layer.weight, layer.bias)
+    return layer(x)
 
 
 def _is_free(step: Step | None) -> bool:

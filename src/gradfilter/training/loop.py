@@ -21,11 +21,24 @@ from ..errors import GradFilterError
 from ..loading import read
 from ..progress import Tell, silent
 from ..seeding import seeded
+from ..splitting import Split
 from . import checkpoint
 from .dropout import SharedDropout
 from .interrupts import StopAsked, ignore_interrupts
 from .order import batches, random_seed
-from .processes import Share, add_up_, added_up, any_of, from_first, is_first, my_shares
+from .processes import (
+    Share,
+    add_up_,
+    added_up,
+    any_of,
+    from_first,
+    is_first,
+    my_shares,
+    rank,
+    together,
+    whole,
+)
+from .relay import relayed, shared_split
 from .schedule import rate_at
 from .settings import Loop
 
@@ -120,6 +133,8 @@ class Training:
         self.warmup = loop.warmup_steps or round(loop.warmup * self.per_epoch)
         self.dropout = SharedDropout(model)
         self.body = _body(model, loop.head) if loop.head_steps else []
+        self.frozen: Split | None = None  # where several processes share the frozen layers
+        self.takes_all = together() == 1  # of every step; else each process takes its share
         self.step, self.losses = 0, [0.0, 0.0]
         self.seconds = self.waited = self.busy = 0.0  # in all; waiting for samples; in steps
         self.prepared = 0.0  # seconds before the first step, which count where time is limited
@@ -133,11 +148,12 @@ class Training:
         written = started = time.monotonic()
         before = self.seconds
         with StopAsked() as stop_asked, self.dropout:
+            self._share_out()
             while self.step < self.steps and not self.history.why_ended:
-                for batch in self._timed(self._rest_of_epoch()):
-                    begun = time.monotonic()
+                begun, waited = time.monotonic(), self.waited
+                for batch in self._rest_of_epoch():
                     self._take_step(batch)
-                    self.busy += time.monotonic() - begun
+                    self.busy += time.monotonic() - begun - (self.waited - waited)
                     self.seconds = before + time.monotonic() - started
                     asked, over = any_of(bool(stop_asked), self._is_over_time())
                     if over:
@@ -150,6 +166,7 @@ class Training:
                         written = time.monotonic()
                     if asked:
                         raise KeyboardInterrupt
+                    begun, waited = time.monotonic(), self.waited
                 self._end_epoch()
                 self.save()
                 give_back_freed_memory()
@@ -189,11 +206,37 @@ class Training:
         """What this process takes of every step from the present one on."""
         epoch, done = divmod(self.step, self.per_epoch)
         parts, size = self._batches(epoch), self.loop.accumulate
-        steps = [my_shares(parts[at : at + size], size) for at in range(done * size, len(parts), size)]
+        groups = [parts[at : at + size] for at in range(done * size, len(parts), size)]
+        steps = [whole(group) if self.takes_all else my_shares(group, size) for group in groups]
         reads = [share.batch[share.rows].tolist() for step in steps for share in step]
-        loader = self._loader(self._samples(epoch), batch_sampler=reads)
+        samples = self._samples(epoch)
+        if self.frozen:
+            own = self._read(samples, reads[rank() :: together()])
+            loader = relayed(self._features, own, len(reads))
+        else:
+            loader = self._read(samples, reads)
         for step in steps:
             yield [(inputs, targets, share) for share, (inputs, targets) in zip(step, loader, strict=False)]
+
+    def _read(self, samples: Any, batches: list[list[int]]) -> Iterator[tuple[Any, Tensor]]:
+        return self._timed(self._loader(samples, batch_sampler=batches))
+
+    def _share_out(self) -> None:
+        """Decide what several processes share: frozen layers if they can, else the samples of every step.
+
+        With cached features there is nothing to share, and each of them does the same.
+        """
+        if together() == 1:
+            return
+        is_cached = isinstance(self.train, FeatureCache)
+        if not is_cached and self.forward is self.model:
+            self.frozen = shared_split(self.model, self._samples(0)[0][0])
+        self.takes_all = is_cached or self.frozen is not None
+
+    def _features(self, inputs: Any) -> tuple[Tensor, ...]:
+        self.model.train()
+        assert self.frozen is not None  # noqa: S101
+        return self.frozen.prefix(_channels_last(inputs))
 
     def _samples(self, epoch: int) -> Any:
         if isinstance(self.train, FeatureCache):
@@ -204,20 +247,20 @@ class Training:
     def _loader(self, samples: Any, **how: Any) -> Iterator[Any]:
         return read(DataLoader(samples, num_workers=self.workers, worker_init_fn=ignore_interrupts, **how))
 
-    def _timed(self, groups: Iterator[Any]) -> Iterator[Any]:
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same, while noting how long they let us wait."""
         while True:
             start = time.monotonic()
-            group = next(groups, None)
+            batch = next(batches, None)
             self.waited += time.monotonic() - start
-            if group is None:
+            if batch is None:
                 return
-            yield group
+            yield batch
 
     def _take_step(self, group: list[Batch]) -> None:
         loop = self.loop
         counts = [self.task.count(targets) if share.counts else 0 for _, targets, share in group]
-        total = added_up(sum(counts))
+        total = sum(counts) if self.takes_all else added_up(sum(counts))
         self.model.train()
         summed = 0.0
         for (inputs, targets, share), count in zip(group, counts, strict=True):
@@ -227,7 +270,8 @@ class Training:
             loss = self._loss(inputs, targets)
             (loss * (count / max(1, total))).backward()
             summed += float(loss.detach()) * count if count else 0.0
-        summed = added_up(summed)
+        if not self.takes_all:
+            summed = added_up(summed)
         if not math.isfinite(summed):
             raise GradFilterError(
                 f"The loss of step {self.step + 1} is not finite, so the training was stopped; try again "
@@ -236,7 +280,8 @@ class Training:
         if self.step < loop.head_steps:
             for parameter in self.body:
                 parameter.grad = None
-        add_up_([p.grad for p in self.parameters if p.grad is not None])
+        if not self.takes_all:
+            add_up_([p.grad for p in self.parameters if p.grad is not None])
         if loop.clip:
             nn.utils.clip_grad_norm_(self.parameters, loop.clip)
         rate = rate_at(self.step, self.steps, self.warmup, loop.lr, loop.schedule, loop.lr_end)
@@ -251,7 +296,8 @@ class Training:
     def _loss(self, inputs: Any, targets: Tensor) -> Tensor:
         try:
             with self._precision():
-                return self.task.loss(self.forward(_channels_last(inputs)), targets)
+                forward = self.frozen.tail if self.frozen else self.forward
+                return self.task.loss(forward(_channels_last(inputs)), targets)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise

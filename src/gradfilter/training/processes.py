@@ -12,7 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Share", "add_up_", "added_up", "any_of", "from_first", "is_first", "my_shares", "together"]
+__all__ = [
+    "Share",
+    "add_up_",
+    "added_up",
+    "any_of",
+    "from_first",
+    "from_process",
+    "is_first",
+    "my_shares",
+    "rank",
+    "together",
+    "whole",
+]
 
 T = TypeVar("T")
 
@@ -22,9 +34,14 @@ def together() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Which of them this is, from 0."""
+    return dist.get_rank() if together() > 1 else 0
+
+
 def is_first() -> bool:
     """Whether this is the process that writes and tells."""
-    return together() == 1 or dist.get_rank() == 0
+    return rank() == 0
 
 
 class Share(NamedTuple):
@@ -46,6 +63,11 @@ class Share(NamedTuple):
         return len(self.rows) == len(self.batch)
 
 
+def whole(step: Sequence[Tensor]) -> list[Share]:
+    """All of the batches of a step."""
+    return [Share(n, batch, torch.arange(len(batch))) for n, batch in enumerate(step)]
+
+
 def my_shares(step: Sequence[Tensor], accumulate: int) -> list[Share]:
     """This process's part of the batches of a step, of which a full one has ``accumulate``.
 
@@ -53,13 +75,12 @@ def my_shares(step: Sequence[Tensor], accumulate: int) -> list[Share]:
     Else some samples of every batch. A process that would have none takes a batch that does not count: all
     of them take every step.
     """
-    rank, count = (dist.get_rank(), together()) if together() > 1 else (0, 1)
-    if accumulate % count == 0:
-        mine = [Share(n, step[n], torch.arange(len(step[n]))) for n in range(rank, len(step), count)]
+    if accumulate % together() == 0:
+        mine = whole(step)[rank() :: together()]
     else:
-        rows = (torch.arange(len(batch))[rank::count] for batch in step)
+        rows = (torch.arange(len(batch))[rank() :: together()] for batch in step)
         mine = [Share(n, batch, r) for n, (batch, r) in enumerate(zip(step, rows, strict=True)) if len(r)]
-    return mine or [Share(0, step[0], torch.arange(len(step[0])), counts=False)]
+    return mine or [whole(step)[0]._replace(counts=False)]
 
 
 def add_up_(tensors: Sequence[Tensor]) -> None:
@@ -92,8 +113,28 @@ def any_of(*flags: bool) -> list[bool]:
 
 def from_first(value: T) -> T:
     """What the first process has found, for all."""
+    return _told(0, value)
+
+
+def from_process(owner: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that one of the processes has, for all, laid out in memory as they are there."""
+    mine = [t if _is_dense(t) else t.contiguous() for t in tensors] if rank() == owner else []
+    forms = _told(owner, [(tuple(t.shape), t.stride(), t.dtype) for t in mine])
+    found = mine or [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in forms]
+    for tensor in found:
+        if tensor.numel():
+            dist.broadcast(tensor.detach().as_strided((tensor.numel(),), (1,)), owner)
+    return found
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether it fills a piece of memory, in whichever order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def _told(owner: int, value: T) -> T:
     if together() == 1:
         return value
     told: list[Any] = [value]
-    dist.broadcast_object_list(told)
+    dist.broadcast_object_list(told, owner)
     return told[0]  # type: ignore[no-any-return]

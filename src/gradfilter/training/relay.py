@@ -1,0 +1,71 @@
+"""Several processes and frozen layers: each runs them for its share of the batches, and all train on all.
+
+What is exchanged are features and targets. Every process then takes every step of the trained layers as one
+alone would, with the very calls: so the weights are the same bits, which sums of gradients could not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GradFilterError
+from ..seeding import seeded
+from ..splitting import Split, split
+from .processes import any_of, from_process, rank, together
+
+__all__ = ["relayed", "shared_split"]
+
+Features = tuple[Tensor, ...]
+
+
+def shared_split(model: nn.Module, sample: Any) -> Split | None:
+    """The model in two, if several processes can share its frozen part; all of them find the same."""
+    found = None
+    if "gradfilter_program" in model.__dict__ and isinstance(sample, Tensor):
+        with suppress(GradFilterError):  # it cannot be split
+            parts = split(model.train())
+            found = parts if _is_pure(model, parts, sample.unsqueeze(0)) else None
+    return None if any(any_of(found is None)) else found
+
+
+def _is_pure(model: nn.Module, parts: Split, example: Tensor) -> bool:
+    """Whether the frozen part neither draws random numbers nor changes anything, as dropout and norms may."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    with seeded(0):
+        state = torch.get_rng_state()
+        try:
+            parts.prefix(example)
+        except (RuntimeError, ValueError):  # a batch norm has no statistics of one sample
+            return False
+        finally:
+            unchanged = [_put_back(now, then) for now, then in zip(model.buffers(), before, strict=True)]
+        return all(unchanged) and torch.equal(state, torch.get_rng_state())
+
+
+@torch.no_grad()
+def _put_back(now: Tensor, then: Tensor) -> bool:
+    """Whether it was as it should be."""
+    if torch.equal(now, then):
+        return True
+    now.copy_(then)
+    return False
+
+
+def relayed(
+    prefix: Callable[[Any], Features], mine: Iterable[tuple[Any, Tensor]], count: int
+) -> Iterator[tuple[Features, Tensor]]:
+    """Features and targets of all ``count`` batches, of which ``mine`` are every n-th one."""
+    own = iter(mine)
+    for first in range(0, count, together()):
+        made: list[Tensor] = []
+        if first + rank() < count:
+            inputs, targets = next(own)
+            made = [*prefix(inputs), targets]
+        for owner in range(min(together(), count - first)):
+            *features, targets = from_process(owner, made)
+            yield tuple(features), targets
