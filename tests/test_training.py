@@ -29,6 +29,7 @@ from gradfilter.training import processes as processes_module
 from gradfilter.training.dropout import SharedDropout
 from gradfilter.training.loop import Training
 from gradfilter.training.processes import Share, my_shares
+from gradfilter.training.relay import shared_split
 from gradfilter.training.settings import Loop
 
 
@@ -60,9 +61,12 @@ def net() -> nn.Module:
     return gf.apply_(model, gf.GradientFilter(2), "last:3")
 
 
-def training(folder: Path | None = None, count: int = 22, **settings: Any) -> Training:
+def training(
+    folder: Path | None = None, count: int = 22, accelerated: bool = False, **settings: Any
+) -> Training:
     loop = Loop(**{"epochs": 4, "batch": 4, "lr": 0.05, "momentum": 0.9, **settings})
-    return Training(net(), Noisy(count), Noisy(10, noise=0), TASK, loop, folder=folder)
+    model = gf.accelerate_(net()) if accelerated else net()
+    return Training(model, Noisy(count), Noisy(10, noise=0), TASK, loop, folder=folder)
 
 
 def state(made: Training) -> dict[str, Tensor]:
@@ -348,26 +352,24 @@ def test_a_batch_of_one_sample_has_no_statistics() -> None:
         made.run()
 
 
-PAIR = """
-import os, sys
+TOGETHER = """
+import json, os, sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 import torch
 import torch.distributed as dist
 torch.set_num_threads(1)
-torch.set_default_dtype(getattr(torch, sys.argv[7]))
-meet = f"file://{{sys.argv[1]}}/meet"
-dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[2]), world_size=2)
+folder, rank, processes, given = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+torch.set_default_dtype(getattr(torch, given.pop("dtype", "float32")))
+dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet", rank=rank, world_size=processes)
 from test_training import training
-settings = dict(zip(("minutes", "patience"), map(float, sys.argv[4:6])))
-settings["accumulate"] = int(sys.argv[8])
-epochs = 3 if settings["patience"] else 2
-made = training(Path(sys.argv[1]) / "run", int(sys.argv[3]), epochs=epochs, **settings)
-if sys.argv[6] == "own":
+own_dropout, uneven = given.pop("own_dropout", False), given.get("patience")
+made = training(Path(folder) / "run", **{{"epochs": 3 if uneven else 2, **given}})
+if own_dropout:
     made.dropout._layers = []
-made.prepared = 1e4 * dist.get_rank()
-if settings["patience"]:  # batch statistics may give each process scores of its own
-    made.evaluate = lambda: {{"accuracy": 50.0 + made.step * dist.get_rank()}}
+made.prepared = 1e4 * rank
+if uneven:  # batch statistics may give each process scores of its own
+    made.evaluate = lambda: {{"accuracy": 50.0 + made.step * rank}}
 made.run()
 dist.barrier()
 sys.stdout.flush()
@@ -375,31 +377,118 @@ os._exit(0)  # gloo's threads may still wait for each other, and an orderly end 
 """
 
 
-def trained_by_two(
-    folder: Path,
-    count: int,
-    minutes: float = 0,
-    patience: float = 0,
-    dropout: str = "shared",
-    dtype: str = "float32",
-    accumulate: int = 1,
-) -> checkpoint.Checkpoint:
+def trained_together(folder: Path, processes: int = 2, **settings: Any) -> checkpoint.Checkpoint:
     script = folder / "run.py"
-    script.write_text(PAIR.format(path=[str(Path(__file__).parent), *sys.path]))
+    script.write_text(TOGETHER.format(path=[str(Path(__file__).parent), *sys.path]))
     command = [sys.executable, "-W", "ignore", str(script), str(folder)]
-    settings = [str(count), str(minutes), str(patience), dropout, dtype, str(accumulate)]
-    pair = [subprocess.Popen([*command, rank, *settings]) for rank in ("0", "1")]
-    assert [process.wait(timeout=120) for process in pair] == [0, 0]
+    given = [str(processes), json.dumps(settings)]
+    running = [subprocess.Popen([*command, str(rank), *given]) for rank in range(processes)]
+    assert [process.wait(timeout=120) for process in running] == [0] * processes
     found = checkpoint.read(folder / "run")
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings"),
+    [
+        (2, {"accelerated": True, "count": 21}),  # the last batch has one sample
+        (2, {"accelerated": True, "steps": 3}),  # another process has features of a fourth one by then
+        (3, {"accelerated": True, "count": 30, "accumulate": 2}),  # the last round has two batches
+        (2, {"accelerated": False}),
+    ],
+    ids=str,
+)
+def test_processes_that_share_frozen_layers_are_one_to_the_bit(
+    tmp_path: Path, processes: int, settings: dict[str, Any]
+) -> None:
+    """The control has no frozen part that can be split off: gradients are added up, in another order."""
+    found = trained_together(tmp_path, processes, **settings)
+    alone = training(**{"epochs": 2, **settings})
+    alone.run()
+    is_same = [torch.equal(value, found.tensors[key]) for key, value in state(alone).items()]
+    assert all(is_same) == settings["accelerated"]
+    if settings["accelerated"]:
+        assert [e["loss"] for e in alone.history.epochs] == [e["loss"] for e in found.facts["epochs"]]
+
+
+SENDING = """
+import sys, torch, torch.distributed as dist
+sys.path[:0] = {path!r}
+from gradfilter.training.processes import from_process
+from test_training import parcels
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{{sys.argv[1]}}/meet", rank=rank, world_size=2)
+for owner in range(2):
+    wanted = parcels(owner)
+    found = from_process(owner, wanted if rank == owner else parcels(1 - owner))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(other)
+        assert one.stride() == (other if is_dense else other.contiguous()).stride()
+dist.barrier()
+"""
+
+
+def parcels(seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    maps = torch.randn(2 + seed, 5, 3, 4)
+    return [
+        maps.contiguous(memory_format=torch.channels_last),
+        maps[:, 1:3],
+        maps.expand(2 + seed, 5, 3, 4)[:, :, :1].expand(-1, -1, 3, -1),
+        maps.bfloat16().transpose(1, 3),
+        maps > 0,
+        torch.arange(seed),
+        torch.tensor(seed),
+    ]
+
+
+def test_tensors_of_one_process_reach_all_laid_out_alike(tmp_path: Path) -> None:
+    script = tmp_path / "send.py"
+    script.write_text(SENDING.format(path=[str(Path(__file__).parent), *sys.path]))
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
+    pair = [subprocess.Popen([*command, rank]) for rank in ("0", "1")]
+    assert [process.wait(timeout=120) for process in pair] == [0, 0]
+
+
+def _with(model: nn.Module, first: nn.Module) -> nn.Module:
+    return nn.Sequential(first, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_shared"),
+    [
+        (gf.accelerate_, True),
+        (lambda model: model, False),  # runs otherwise when it is split
+        (lambda model: gf.accelerate_(_with(model, nn.Dropout(0.1))), False),
+        (lambda model: gf.accelerate_(_with(model, nn.BatchNorm2d(3).requires_grad_(False))), False),
+        (lambda model: gf.accelerate_(_with(model, nn.BatchNorm2d(3).requires_grad_(False))).eval(), False),
+        (lambda model: gf.accelerate_(_with(model, nn.Tanh())), True),
+        (lambda model: gf.accelerate_(gf.apply_(gf.restore_(model), gf.Exact(), "all")), False),
+    ],
+)
+def test_frozen_layers_are_shared_if_they_are_a_pure_function(change: Any, is_shared: bool) -> None:
+    model, sample = change(net()), torch.randn(3, 16, 16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state_before = torch.get_rng_state()
+    assert (shared_split(model, sample) is not None) == is_shared
+    assert_same(before, dict(model.state_dict()))
+    assert torch.equal(torch.get_rng_state(), state_before)
+
+
+def test_other_samples_and_mixed_precision_are_not_shared() -> None:
+    model, sample = gf.accelerate_(net()), torch.randn(3, 16, 16)
+    assert shared_split(model, [sample]) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert shared_split(model, sample) is None
 
 
 @pytest.mark.parametrize("count", [22, 21])  # of 21 samples the last batch has one: nothing for the second
 @pytest.mark.parametrize("dropout", ["shared", "own"])
 def test_two_processes_are_one(tmp_path: Path, count: int, dropout: str) -> None:
     """Unless each of them draws dropout of its own."""
-    found = trained_by_two(tmp_path, count, dropout=dropout)
+    found = trained_together(tmp_path, count=count, own_dropout=dropout == "own")
     alone = training(count=count, epochs=2)
     alone.run()
     is_same = [
@@ -415,7 +504,7 @@ def test_two_processes_are_one(tmp_path: Path, count: int, dropout: str) -> None
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_two_processes_differ_by_rounding_only(tmp_path: Path, dtype: str) -> None:
     """So in float64 they agree a thousand million times better."""
-    found = trained_by_two(tmp_path, 22, dtype=dtype)
+    found = trained_together(tmp_path, dtype=dtype)
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         alone = training(epochs=2)
@@ -436,7 +525,7 @@ def test_whole_batches_of_two_processes_are_one_to_the_bit(
     tmp_path: Path, count: int, accumulate: int
 ) -> None:
     """The control shares out the samples of every batch: its sums are others."""
-    found = trained_by_two(tmp_path, count, accumulate=accumulate)
+    found = trained_together(tmp_path, count=count, accumulate=accumulate)
     alone = training(count=count, epochs=2, accumulate=accumulate)
     alone.run()
     is_same = [torch.equal(value, found.tensors[key]) for key, value in state(alone).items()]
@@ -503,13 +592,13 @@ def test_dropout_is_called_by_keyword_and_a_forward_of_ones_own_stays(
 
 def test_two_processes_end_together(tmp_path: Path) -> None:
     """The second one's time is over at once; the first would wait for it in the next step."""
-    found = trained_by_two(tmp_path, 22, minutes=60)
+    found = trained_together(tmp_path, minutes=60)
     assert found.facts["step"] == 1
     assert found.facts["why_ended"] == "the time of 60 minutes was over"
 
 
 def test_the_first_process_decides_when_patience_is_over(tmp_path: Path) -> None:
-    found = trained_by_two(tmp_path, 22, patience=1)
+    found = trained_together(tmp_path, patience=1)
     assert found.facts["why_ended"] == "accuracy had not grown for 1 epochs"
     assert len(found.facts["epochs"]) == 2
 

@@ -29,7 +29,7 @@ examples:
   gradfilter train --data cifar10 --download --method "HOSVD(variance=0.8)" --augment false
   gradfilter train --recipe pets --epochs 3 --seed 1    any field of a recipe can be given anew
   gradfilter train --resume runs/1                      go on with a run that was stopped, bit by bit
-  torchrun --nproc-per-node 2 -m gradfilter train       several processes share every step
+  torchrun --nproc-per-node 2 -m gradfilter train       frozen layers shared by two processes, same bits
 """
 
 

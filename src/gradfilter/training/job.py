@@ -299,6 +299,8 @@ def _introduced(job: Job, say: Say) -> Job:
             say("Some batch norms have seen no data yet, as in a new head; --norm batch may serve better.")
         if config.norm == "batch" and together() > 1:
             say("Each process has batch statistics of its own samples, and the first one's are kept.")
+        if job.run.found.get("cached") and together() > 1:
+            say("With cached features each process takes every step; more of them make nothing faster.")
         processes = f"; {together()} processes" if together() > 1 else ""
         say(f"The run is in {job.run.path}{processes}.")
     return job

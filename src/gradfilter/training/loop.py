@@ -209,10 +209,11 @@ class Training:
         groups = [parts[at : at + size] for at in range(done * size, len(parts), size)]
         steps = [whole(group) if self.takes_all else my_shares(group, size) for group in groups]
         reads = [share.batch[share.rows].tolist() for step in steps for share in step]
-        samples = self._samples(epoch)
-        if self.frozen:
+        samples, frozen = self._samples(epoch), self.frozen
+        if frozen:
+            self.model.train()
             own = self._read(samples, reads[rank() :: together()])
-            loader = relayed(self._features, own, len(reads))
+            loader = relayed(lambda inputs: frozen.prefix(_channels_last(inputs)), own, len(reads))
         else:
             loader = self._read(samples, reads)
         for step in steps:
@@ -224,19 +225,15 @@ class Training:
     def _share_out(self) -> None:
         """Decide what several processes share: frozen layers if they can, else the samples of every step.
 
-        With cached features there is nothing to share, and each of them does the same.
+        With cached features they share nothing: to exchange gradients takes longer than to compute them.
         """
         if together() == 1:
             return
         is_cached = isinstance(self.train, FeatureCache)
         if not is_cached and self.forward is self.model:
-            self.frozen = shared_split(self.model, self._samples(0)[0][0])
+            with self._precision():
+                self.frozen = shared_split(self.model, self._samples(0)[0][0])
         self.takes_all = is_cached or self.frozen is not None
-
-    def _features(self, inputs: Any) -> tuple[Tensor, ...]:
-        self.model.train()
-        assert self.frozen is not None  # noqa: S101
-        return self.frozen.prefix(_channels_last(inputs))
 
     def _samples(self, epoch: int) -> Any:
         if isinstance(self.train, FeatureCache):

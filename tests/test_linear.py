@@ -1,0 +1,108 @@
+"""Linear layers of accelerated models: as torch's but for rounding, whatever the number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradfilter as gf
+from gradfilter import fusion
+from gradfilter.ops import matmul
+from gradfilter.ops.linear import linear
+
+
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def results(run: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor) -> list[Tensor]:
+    inputs = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    made = run(*inputs, *([None] if bias is None else []))
+    return [made.detach(), *torch.autograd.grad(made, inputs, seed)]
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("count", "inputs", "outputs"), [(1, 3, 2), (0, 3, 2), (32, 1280, 10), (5, 512, 1), (16, 40, 300)]
+)
+def test_results_and_gradients_are_those_of_float64(
+    count: int, inputs: int, outputs: int, has_bias: bool
+) -> None:
+    torch.manual_seed(0)
+    x, weight, seed = torch.randn(count, inputs), torch.randn(outputs, inputs), torch.randn(count, outputs)
+    bias = torch.randn(outputs) if has_bias else None
+    exact = (None if t is None else t.double() for t in (x, weight, bias, seed))
+    wanted = results(F.linear, *exact)  # type: ignore[arg-type]
+    for found, true in zip(results(linear, x, weight, bias, seed), wanted, strict=True):
+        assert torch.allclose(found.double(), true, rtol=1e-5, atol=1e-4)
+    scaled = results(lambda *a: linear(*a) * 1.01, x, weight, bias, seed)
+    assert not count or not torch.allclose(scaled[0].double(), wanted[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(not matmul._has_wide_onednn(), reason="products are MKL's on this processor")
+def test_bits_do_not_depend_on_threads(threads: Any) -> None:
+    """torch's own do, for some of these sizes on some processors."""
+    torch.manual_seed(0)
+    for count, outputs in ((16, 10), (32, 10), (32, 37), (64, 100), (39, 3)):
+        x, weight, bias = torch.randn(count, 1280), torch.randn(outputs, 1280), torch.randn(outputs)
+        seed = torch.randn(count, outputs)
+        found = []
+        for number in (1, 2, 4):
+            threads(number)
+            found.append(results(linear, x, weight, bias, seed))
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("method", "is_plain"),
+    [
+        (None, True),
+        (gf.Exact(), True),
+        (gf.GradientFilter(2), True),  # plain features have no map
+        (gf.Quantized(8), False),
+        (gf.LowRankAdapter(2), False),
+        (gf.BiasOnly(), False),
+    ],
+    ids=str,
+)
+def test_a_layer_with_a_method_for_plain_features_keeps_it(
+    method: gf.Method | None, is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    if method is not None:
+        gf.apply_(model, method, "last:1")
+    gf.accelerate_(model)
+    called = []
+    monkeypatch.setattr(fusion, "linear", lambda *a: called.append(1) or linear(*a))
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert bool(called) == is_plain
+
+
+def test_a_second_derivative_is_torchs() -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    for run in (F.linear, linear):
+        (first,) = torch.autograd.grad(run(x, weight, None).pow(2).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), weight)
+        if run is F.linear:
+            wanted = second
+    assert torch.allclose(second, wanted, rtol=1e-5)
+
+
+def test_features_of_other_shapes_and_frozen_layers_are_left_to_torch_or_run_alike() -> None:
+    plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    fast = gf.accelerate_(nn.Sequential(*[nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)]))
+    fast.load_state_dict(plain.state_dict())
+    fast[0].requires_grad_(False)
+    for shape in ((6,), (3, 6), (2, 3, 6)):
+        x = torch.randn(shape)
+        assert torch.allclose(fast(x), plain(x), atol=1e-6)
+        with torch.no_grad():
+            assert torch.allclose(fast(x), plain(x), atol=1e-6)
