@@ -301,21 +301,20 @@ def _processes() -> str:
     record = _record("processes")
     if record is None:
         return MISSING
-    ways = {
-        "two_processes": "two processes",
-        "two_threads": "one process, two threads",
-        "whole_batches": "two processes, whole batches",
-    }
-    titles = [f"{way}: {what}" for way in ways.values() for what in ("within 1e-6", "most")]
-    lines = [["method", "steps", *titles]]
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in record["rows"]:
-        groups.setdefault((row["method"], str(row["steps"])), []).append(row)
-    for case, rows in groups.items():
+    ways = {"two_processes": "two processes", "two_threads": "one process, two threads"}
+    titles = [f"{way}: {what}" for way in ways.values() for what in ("same bits", "within 1e-6", "most")]
+    lines = [[f"{record['steps']} steps", *titles]]
+    for case in dict.fromkeys(row["case"] for row in record["rows"]):
+        rows = [row for row in record["rows"] if row["case"] == case]
         distances = [[row[way] for row in rows] for way in ways]
-        cells = ([f"{sum(d <= 1e-6 for d in ds)} of {len(ds)}", f"{max(ds):.0e}"] for ds in distances)
-        lines.append([*case, *(cell for pair in cells for cell in pair)])
+        lines.append([case, *(cell for ds in distances for cell in _apart(ds))])
     return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
+
+
+def _apart(distances: list[float]) -> list[str]:
+    count = len(distances)
+    within = [f"{sum(d <= limit for d in distances)} of {count}" for limit in (0.0, 1e-6)]
+    return [*within, f"{max(distances):.0e}" if max(distances) else "0"]
 
 
 def _recipes() -> str:

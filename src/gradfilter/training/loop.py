@@ -225,7 +225,7 @@ class Training:
     def _share_out(self) -> None:
         """Decide what several processes share: frozen layers if they can, else the samples of every step.
 
-        With cached features they share nothing: to exchange gradients takes longer than to compute them.
+        With cached features nothing is left to share.
         """
         if together() == 1:
             return
