@@ -86,14 +86,62 @@ def test_a_layer_with_a_method_for_plain_features_keeps_it(
     assert bool(called) == is_plain
 
 
-def test_a_second_derivative_is_torchs() -> None:
+def test_a_second_derivative_and_gradients_by_the_batch_are_torchs() -> None:
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    found = []
     for run in (F.linear, linear):
         (first,) = torch.autograd.grad(run(x, weight, None).pow(2).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), weight)
-        if run is F.linear:
-            wanted = second
-    assert torch.allclose(second, wanted, rtol=1e-5)
+        seeds = torch.eye(6).view(6, 3, 2)
+        by_batch = torch.autograd.grad(run(x, weight, None), (x, weight), seeds, is_grads_batched=True)
+        found.append([second, *by_batch])
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*found, strict=True))
+
+
+class Own(Tensor):
+    """A weight that says for itself what a layer does with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made + 1 if func is F.linear else made
+
+
+def _replaced(layer: Any) -> None:
+    layer.forward = lambda x: x.new_ones(len(x), 4)
+
+
+def _of_own_weight(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Own), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [_replaced, _of_own_weight])
+@pytest.mark.parametrize("accelerated_first", [True, False])
+def test_what_stands_in_for_a_layer_is_respected(change: Any, accelerated_first: bool) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten(), nn.Linear(12, 4)), torch.randn(2, 3, 2, 2)
+    if accelerated_first:
+        gf.accelerate_(model)(x)
+    change(model[2])
+    if not accelerated_first:
+        gf.accelerate_(model)
+    assert torch.allclose(model(x), model[2](model[1](model[0](x))), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_derivatives_forwards_are_torchs() -> None:
+    model = gf.accelerate_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    x = torch.randn(2, 4)
+    with torch.autograd.forward_ad.dual_level():
+        made = model(torch.autograd.forward_ad.make_dual(x, torch.ones(2, 4)))
+        tangent = torch.autograd.forward_ad.unpack_dual(made).tangent
+    wanted = torch.ones(2, 4) @ model[0].weight.t() @ model[1].weight.t()
+    assert torch.allclose(tangent, wanted, atol=1e-6)
+
+
+def test_a_wrong_width_is_told_as_torch_tells_it() -> None:
+    model = gf.accelerate_(nn.Sequential(nn.Linear(300, 300), nn.ReLU()))
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        model(torch.randn(4, 299))
 
 
 def test_features_of_other_shapes_and_frozen_layers_are_left_to_torch_or_run_alike() -> None:

@@ -424,8 +424,9 @@ for owner in range(2):
     found = from_process(owner, wanted if rank == owner else parcels(1 - owner))
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-        is_dense = torch.ops.aten.is_non_overlapping_and_dense(other)
-        assert one.stride() == (other if is_dense else other.contiguous()).stride()
+        assert one.stride() == other.stride()
+found = from_process(0, [{{"boxes": torch.ones(2), "name": "a"}}, "b"] if rank == 0 else [])
+assert found[1] == "b" and found[0]["boxes"].tolist() == [1, 1]
 dist.barrier()
 """
 
@@ -436,9 +437,12 @@ def parcels(seed: int) -> list[Tensor]:
     return [
         maps.contiguous(memory_format=torch.channels_last),
         maps[:, 1:3],
-        maps.expand(2 + seed, 5, 3, 4)[:, :, :1].expand(-1, -1, 3, -1),
+        maps.contiguous(memory_format=torch.channels_last)[:, 1:4],
+        maps[:, :, :1].expand(-1, -1, 3, -1),
         maps.bfloat16().transpose(1, 3),
         maps > 0,
+        maps.to(torch.complex64)[1:],
+        maps.to(torch.int16),
         torch.arange(seed),
         torch.tensor(seed),
     ]
@@ -456,6 +460,20 @@ def _with(model: nn.Module, first: nn.Module) -> nn.Module:
     return nn.Sequential(first, model)
 
 
+class NotANumber(nn.Identity):
+    """A buffer that differs from itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unused", torch.full((2,), math.nan))
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    """Seen when the model is called, not when it runs in two."""
+    model.register_forward_hook(lambda module, inputs, output: output * 2)
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "is_shared"),
     [
@@ -466,19 +484,22 @@ def _with(model: nn.Module, first: nn.Module) -> nn.Module:
         (lambda model: gf.accelerate_(_with(model, nn.BatchNorm2d(3).requires_grad_(False))).eval(), False),
         (lambda model: gf.accelerate_(_with(model, nn.Tanh())), True),
         (lambda model: gf.accelerate_(gf.apply_(gf.restore_(model), gf.Exact(), "all")), False),
+        (lambda model: hooked(gf.accelerate_(model)), False),
+        (lambda model: gf.accelerate_(_with(model, NotANumber())), True),
     ],
 )
 def test_frozen_layers_are_shared_if_they_are_a_pure_function(change: Any, is_shared: bool) -> None:
-    model, sample = change(net()), torch.randn(3, 16, 16)
+    model, sample = change(net()), torch.randn(1, 3, 16, 16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state_before = torch.get_rng_state()
     assert (shared_split(model, sample) is not None) == is_shared
-    assert_same(before, dict(model.state_dict()))
+    after = model.state_dict()
+    assert all(torch.equal(value.nan_to_num(), after[name].nan_to_num()) for name, value in before.items())
     assert torch.equal(torch.get_rng_state(), state_before)
 
 
 def test_other_samples_and_mixed_precision_are_not_shared() -> None:
-    model, sample = gf.accelerate_(net()), torch.randn(3, 16, 16)
+    model, sample = gf.accelerate_(net()), torch.randn(1, 3, 16, 16)
     assert shared_split(model, [sample]) is None
     with torch.autocast("cpu", torch.bfloat16):
         assert shared_split(model, sample) is None

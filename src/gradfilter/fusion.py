@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -230,14 +231,29 @@ def _plain_step(node: Node, modules: dict[str, Any], made: dict[Node, Step], fro
 
 
 def _run_linear(layer: Any, x: Tensor) -> Any:
-    """Plain features need no method."""
-    if type(x) is Tensor and x.dim() == 2 and not isinstance(layer, AdaptedLayer):
+    """A linear layer of plain features, if it has no method for such."""
+    if _is_plain_linear(layer, x):
         method: Method = getattr(layer, "gradfilter_method", Exact())
         geometry = ConvGeometry.pointwise(tuple(x.shape), len(layer.weight))
         if isinstance(method, Exact) or method.refuses(geometry):
             with torch._C.DisableTorchFunction():
                 return linear(x, layer.weight, layer.bias)
     return layer(x)
+
+
+def _is_plain_linear(layer: Any, x: Tensor) -> bool:
+    """Whether it is a product of matrices, and nothing has been put in its place."""
+    weight, bias = layer.weight, layer.bias
+    return (
+        type(x) is Tensor
+        and x.dim() == 2
+        and x.shape[1:] == weight.shape[1:]
+        and type(weight) in (Tensor, nn.Parameter)
+        and (bias is None or type(bias) in (Tensor, nn.Parameter))
+        and not isinstance(layer, AdaptedLayer)
+        and "forward" not in layer.__dict__
+        and forward_ad._current_level < 0  # torch's own has derivatives forwards too
+    )
 
 
 def _is_free(step: Step | None) -> bool:

@@ -30,7 +30,7 @@ from .modules import RegionModule, region_class
 from .plans import table
 from .region import region
 
-__all__ = ["Acceleration", "Program", "accelerate_", "accelerate_if_possible_", "acceleration"]
+__all__ = ["Acceleration", "Program", "accelerate_", "accelerate_if_possible_", "acceleration", "has_hooks"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -298,6 +298,11 @@ def _is_watched() -> bool:
         or c._functorch.peek_interpreter_stack() is not None
         or c._len_torch_dispatch_stack() > 0
     )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is to run when this very module is called, besides its forward."""
+    return any(_hooks([module]))
 
 
 def _hooks(modules: list[nn.Module]) -> list[Any]:

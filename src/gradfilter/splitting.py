@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .errors import GradFilterError
 from .fusion import Values
 from .graphs import why_untraceable
-from .program import Program
+from .program import Program, has_hooks
 
 __all__ = ["Split", "split"]
 
@@ -43,9 +43,9 @@ def split(model: nn.Module) -> Split:
         raise GradFilterError(f"{name} cannot be split, because it cannot be traced: {why}")
     with torch.enable_grad():
         ready = program.ready(model, (torch.empty(0),), {})
-    if ready is None:
+    if ready is None or has_hooks(model) or "forward" in model.__dict__:
         raise GradFilterError(
-            f"{name} cannot be split: it has several inputs, its modules have hooks, or autocast is on."
+            f"{name} cannot be split: it has several inputs, hooks, another forward, or autocast is on."
         )
     border = ready.border
     if not ready.prefix or any(node.op == "placeholder" for node in border):

@@ -1,7 +1,7 @@
 """Linear layers of plain features, by the products of matmul.py.
 
-torch's own sums of few outputs depend on the number of threads where MKL makes them, oneDNN's do not: with
-these, a run with another number of threads can give the same bits.
+The bits of torch's own depend on the number of threads where MKL makes them. Those of oneDNN, which is taken
+for all but the smallest, do not: so a run with another number of threads can give the same bits.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        twice = (
-            torch.is_grad_enabled()
-        )  # a second derivative is asked for: only torch's own products have one
-        x_grad = None if weight is None else (grad @ weight if twice else product(grad, weight))
-        weight_grad = None
+        # torch's own products have a second derivative, and take gradients by the batch
+        by_torch = torch.is_grad_enabled() or torch._C._functorch.is_batchedtensor(grad)
+        x_grad = weight_grad = None
+        if weight is not None:
+            x_grad = grad @ weight if by_torch else product(grad, weight)
         if x is not None:
-            weight_grad = grad.t() @ x if twice else transposed_product(grad, x)
+            weight_grad = grad.t() @ x if by_torch else transposed_product(grad, x)
         return x_grad, weight_grad, grad.sum(0) if ctx.needs_input_grad[2] else None

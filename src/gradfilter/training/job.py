@@ -28,7 +28,7 @@ from ..progress import Tell, silent
 from ..splitting import split
 from .building import built, example_of, make_ready_, plan_of
 from .loop import History, Samples, Training
-from .processes import from_first, is_first, together
+from .processes import any_of, from_first, is_first, together
 from .run_folder import RunFolder
 from .saved import holds_adapters, weights_of
 from .sets import open_sets, transformed, usual_size
@@ -105,13 +105,17 @@ class Job:
         """Training and test set, and what runs from a cache's features on, if there is a cache."""
         train, test = transformed(self.data, self.config, self.tell)
         if self.run.found.get("cached", self.config.cache == "on"):
+            found = None
             try:
-                return self._from_features(train, test)
+                found = self._from_features(train, test)
             except GradFilterError:  # dropout among the frozen layers, no room on the disk ...
                 if self.config.cache == "on" or self.run.checkpoint.exists():
                     raise
-                if is_first():
-                    self.run.note(cached=False)
+            failed = any(any_of(found is None))  # what one cannot keep, none does
+            if found and not failed:
+                return found
+            if is_first():
+                self.run.note(cached=False)
         return train, test, None
 
     def _from_features(
@@ -298,7 +302,7 @@ def _introduced(job: Job, say: Say) -> Job:
         if config.norm != "batch" and _has_new_batch_norms(job.model):
             say("Some batch norms have seen no data yet, as in a new head; --norm batch may serve better.")
         if config.norm == "batch" and together() > 1:
-            say("Each process has batch statistics of its own samples, and the first one's are kept.")
+            say("Each process may have batch statistics of its own samples; the first one's are kept.")
         if job.run.found.get("cached") and together() > 1:
             say("With cached features each process takes every step; more of them make nothing faster.")
         processes = f"; {together()} processes" if together() > 1 else ""

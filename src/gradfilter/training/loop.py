@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..allocator import give_back_freed_memory
 from ..cache import FeatureCache
@@ -231,8 +231,9 @@ class Training:
             return
         is_cached = isinstance(self.train, FeatureCache)
         if not is_cached and self.forward is self.model:
+            inputs, _ = default_collate([self._samples(0)[0]])
             with self._precision():
-                self.frozen = shared_split(self.model, self._samples(0)[0][0])
+                self.frozen = shared_split(self.model, inputs)
         self.takes_all = is_cached or self.frozen is not None
 
     def _samples(self, epoch: int) -> Any:

@@ -116,20 +116,36 @@ def from_first(value: T) -> T:
     return _told(0, value)
 
 
-def from_process(owner: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that one of the processes has, for all, laid out in memory as they are there."""
-    mine = [t if _is_dense(t) else t.contiguous() for t in tensors] if rank() == owner else []
-    forms = _told(owner, [(tuple(t.shape), t.stride(), t.dtype) for t in mine])
-    found = mine or [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in forms]
-    for tensor in found:
-        if tensor.numel():
-            dist.broadcast(tensor.detach().as_strided((tensor.numel(),), (1,)), owner)
+class _Form(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def from_process(owner: int, values: Sequence[Any]) -> list[Any]:
+    """The values that one of the processes has, for all; tensors laid out in memory as they are there."""
+    is_owner = rank() == owner
+    told = _told(owner, [_form_or_value(value) for value in values] if is_owner else [])
+    if is_owner:
+        found = list(values)
+    else:
+        found = [torch.empty_strided(*t[:2], dtype=t.dtype) if isinstance(t, _Form) else t for t in told]
+    for value, form in zip(found, told, strict=True):
+        if isinstance(form, _Form) and value.numel():
+            dist.broadcast(_memory_of(value), owner)
     return found
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether it fills a piece of memory, in whichever order."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+def _form_or_value(value: Any) -> Any:
+    return _Form(tuple(value.shape), value.stride(), value.dtype) if type(value) is Tensor else value
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """The bytes from its first number to its last one, with those in between that are not its own."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((last + 1,), (1,)).view(torch.uint8)
 
 
 def _told(owner: int, value: T) -> T:

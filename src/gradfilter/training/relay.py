@@ -23,13 +23,16 @@ __all__ = ["relayed", "shared_split"]
 Features = tuple[Tensor, ...]
 
 
-def shared_split(model: nn.Module, sample: Any) -> Split | None:
-    """The model in two, if several processes can share its frozen part; all of them find the same."""
+def shared_split(model: nn.Module, example: Any) -> Split | None:
+    """The model in two, if several processes can share its frozen part; all of them find the same.
+
+    example: inputs of a batch.
+    """
     found = None
-    if "gradfilter_program" in model.__dict__ and isinstance(sample, Tensor):
+    if "gradfilter_program" in model.__dict__ and isinstance(example, Tensor):
         with suppress(GradFilterError):  # it cannot be split
             parts = split(model.train())
-            found = parts if _is_pure(model, parts, sample.unsqueeze(0)) else None
+            found = parts if _is_pure(model, parts, example) else None
     return None if any(any_of(found is None)) else found
 
 
@@ -50,19 +53,19 @@ def _is_pure(model: nn.Module, parts: Split, example: Tensor) -> bool:
 @torch.no_grad()
 def _put_back(now: Tensor, then: Tensor) -> bool:
     """Whether it was as it should be."""
-    if torch.equal(now, then):
+    if torch.equal(now, then) or bool(((now == then) | (now.isnan() & then.isnan())).all()):
         return True
     now.copy_(then)
     return False
 
 
 def relayed(
-    prefix: Callable[[Any], Features], mine: Iterable[tuple[Any, Tensor]], count: int
-) -> Iterator[tuple[Features, Tensor]]:
+    prefix: Callable[[Any], Features], mine: Iterable[tuple[Any, Any]], count: int
+) -> Iterator[tuple[Features, Any]]:
     """Features and targets of all ``count`` batches, of which ``mine`` are every n-th one."""
     own = iter(mine)
     for first in range(0, count, together()):
-        made: list[Tensor] = []
+        made: list[Any] = []
         if first + rank() < count:
             inputs, targets = next(own)
             made = [*prefix(inputs), targets]
