@@ -552,6 +552,24 @@ def test_what_cannot_be_split_is_said() -> None:
         gf.split(MODELS["tiny"]().requires_grad_(False))
 
 
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_what_runs_with_a_model_is_not_lost_when_it_is_split(accelerated: bool) -> None:
+    """Hooks and a forward of its own are the model's, and neither half would run them."""
+    model, x = gf.apply_(MODELS["tiny"](), FILTER, "last:2"), torch.randn(2, 3, 32, 32)
+    parts = gf.split(gf.accelerate_(model) if accelerated else model)
+    features = parts.prefix(x)
+    hook = model.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(gf.GradFilterError, match="has hooks"):
+        parts.tail(features)
+    with pytest.raises(gf.GradFilterError, match="several inputs, hooks, another forward"):
+        gf.split(model)
+    hook.remove()
+    parts.tail(features)
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(gf.GradFilterError, match="several inputs, hooks, another forward"):
+        gf.split(model)
+
+
 class Adds(nn.Module):
     """Adds to a value in place; another name for it sees that, torch.fx by itself would not."""
 

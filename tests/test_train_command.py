@@ -299,6 +299,19 @@ def test_two_processes_are_one(tmp_path: Path, options: str, tolerance: float) -
         assert scores[0] == scores[1]
 
 
+def test_what_one_process_cannot_cache_none_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one would take every step alone, and the others wait for it."""
+    from gradfilter.training import job
+
+    options = ["--data", "digits", "--shots", "2", "--epochs", "1", "--augment", "false"]
+    found = {}
+    for name in ("all", "one less"):
+        assert run("train", *SMALL, *options, "--out", tmp_path / name) == 0
+        found[name] = json.loads((tmp_path / name / "config.json").read_text())["found"]["cached"]
+        monkeypatch.setattr(job, "any_of", lambda *flags: [True for _ in flags])
+    assert found == {"all": True, "one less": False}
+
+
 def test_on_top_of_an_earlier_run(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = tmp_path / "first"
     assert train(first, "--data", pictures, "--epochs", "1", "--layers", "all") == 0

@@ -234,8 +234,9 @@ def _run_linear(layer: Any, x: Tensor) -> Any:
     """A linear layer of plain features, if it has no method for such."""
     if _is_plain_linear(layer, x):
         method: Method = getattr(layer, "gradfilter_method", Exact())
-        geometry = ConvGeometry.pointwise(tuple(x.shape), len(layer.weight))
-        if isinstance(method, Exact) or method.refuses(geometry):
+        if isinstance(method, Exact) or method.refuses(
+            ConvGeometry.pointwise(tuple(x.shape), len(layer.weight))
+        ):
             with torch._C.DisableTorchFunction():
                 return linear(x, layer.weight, layer.bias)
     return layer(x)

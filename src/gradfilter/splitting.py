@@ -43,7 +43,7 @@ def split(model: nn.Module) -> Split:
         raise GradFilterError(f"{name} cannot be split, because it cannot be traced: {why}")
     with torch.enable_grad():
         ready = program.ready(model, (torch.empty(0),), {})
-    if ready is None or has_hooks(model) or "forward" in model.__dict__:
+    if ready is None or _runs_more(model):
         raise GradFilterError(
             f"{name} cannot be split: it has several inputs, hooks, another forward, or autocast is on."
         )
@@ -67,10 +67,15 @@ def split(model: nn.Module) -> Split:
         with torch.enable_grad():  # the mode may have changed, and with it what there is to do
             now = program.ready(model, (torch.empty(0),), {})
         by_name = {node.name: node for node in now.border} if now else {}
-        if now is None or [node.name for node in border] != list(by_name):
+        if now is None or _runs_more(model) or [node.name for node in border] != list(by_name):
             raise GradFilterError(
                 f"What trains in {name} has changed since it was split, or it has hooks; split again."
             )
         return now.run_tail({by_name[n.name]: f for n, f in zip(border, features, strict=True)})
 
     return Split(prefix, tail, ready.prefix_tensors(), ready.signature())
+
+
+def _runs_more(model: nn.Module) -> bool:
+    """Whether to call the model is more, or other, than its program."""
+    return has_hooks(model) or "forward" in model.__dict__
