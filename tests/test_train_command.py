@@ -286,6 +286,7 @@ def test_two_processes_are_one(tmp_path: Path, options: str, tolerance: float) -
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+    assert ("rounding" in done.stdout + done.stderr) == bool(tolerance)  # told how to do without
     assert run("train", *given, "--out", tmp_path / "one") == 0
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for key in one:

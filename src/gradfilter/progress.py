@@ -9,14 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Progress", "Tell", "silent"]
+__all__ = ["Progress", "Say", "Tell", "silent"]
 
 Tell = Callable[[str, int, int], None]  # task, step, steps
+Say = Callable[[str], None]
 ON_TERMINAL, IN_FILE = 0.2, 30.0  # seconds between two lines: never one per step
 
 
-def silent(task: str, step: int, steps: int) -> None:
-    """For callers that want no progress."""
+def silent(*_: object) -> None:
+    """For callers that want to hear of nothing."""
 
 
 class Progress:

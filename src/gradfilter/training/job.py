@@ -24,7 +24,7 @@ from ..models._torchvision import library
 from ..modules import BATCH_NORMS
 from ..optional import import_optional
 from ..plans import DOES_NOT_RUN, Plan, format_bytes
-from ..progress import Tell, silent
+from ..progress import Say, Tell, silent
 from ..splitting import split
 from .building import built, example_of, make_ready_, plan_of
 from .loop import History, Samples, Training
@@ -42,7 +42,6 @@ __all__ = ["Job", "go_on", "prepare"]
 # FPN's group norms need no statistics, which a new head has none of
 MODELS = {"classify": "mobilenet_v2", "segment": "smp:FPN/mobilenet_v2"}
 NEW_HEAD = "decoder, segmentation_head"  # of segmentation-models-pytorch: only the encoder has weights
-Say = Callable[[str], None]
 Listener = Callable[[Mapping[str, float]], None]
 
 
@@ -57,6 +56,7 @@ class Job:
     run: RunFolder
     said: str = ""
     tell: Tell = silent
+    say: Say = silent
 
     def train(self) -> History:
         """Train to the end, with all that belongs into the run's folder."""
@@ -74,6 +74,7 @@ class Job:
             folder=self.run.checkpoint,
             workers=0 if forward else config.workers,
             tell=self.tell,
+            say=self.say,
             on_epoch=lambda history: self._end_epoch(history, task, listeners),
         )
         if training.resume() and training.step > training.steps:
@@ -165,7 +166,7 @@ def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
     everything = {**asdict(config), "found": facts}
     # the others of several processes only read
     run = RunFolder.create(config.out, everything) if is_first() else RunFolder(Path(config.out), everything)
-    return _introduced(Job(config, data, model, plan, run, said, tell), say)
+    return _introduced(Job(config, data, model, plan, run, said, tell, say))
 
 
 def _check_output(config: Config, data: Data, model: nn.Module) -> None:
@@ -235,7 +236,7 @@ def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = pri
     model = built(config, len(data.classes))  # as at the start: methods and caches look at the first weights
     plan = plan_of(config, model)
     make_ready_(model, plan, config)
-    return _introduced(Job(config, data, model, plan, run, said, tell), say)
+    return _introduced(Job(config, data, model, plan, run, said, tell, say))
 
 
 def _resolved(config: Config, data: Data) -> Config:
@@ -290,8 +291,8 @@ def _has_new_batch_norms(model: nn.Module) -> bool:
     return any(norm.running_mean is not None and not norm.running_mean.any() for norm in norms)
 
 
-def _introduced(job: Job, say: Say) -> Job:
-    config, data, (before, after) = job.config, job.data, job.plan.kept
+def _introduced(job: Job) -> Job:
+    config, data, say, (before, after) = job.config, job.data, job.say, job.plan.kept
     if is_first():
         counts = f"{len(data.train)} training and {len(data.test)} test pictures"
         say(f"{data.name}: {counts}, {len(data.classes)} classes, {config.size} px. {job.said}".rstrip())
@@ -303,8 +304,6 @@ def _introduced(job: Job, say: Say) -> Job:
             say("Some batch norms have seen no data yet, as in a new head; --norm batch may serve better.")
         if config.norm == "batch" and together() > 1:
             say("Each process may have batch statistics of its own samples; the first one's are kept.")
-        if job.run.found.get("cached") and together() > 1:
-            say("With cached features each process takes every step; more of them make nothing faster.")
         processes = f"; {together()} processes" if together() > 1 else ""
         say(f"The run is in {job.run.path}{processes}.")
     return job

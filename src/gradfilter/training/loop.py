@@ -19,7 +19,7 @@ from ..allocator import give_back_freed_memory
 from ..cache import FeatureCache
 from ..errors import GradFilterError
 from ..loading import read
-from ..progress import Tell, silent
+from ..progress import Say, Tell, silent
 from ..seeding import seeded
 from ..splitting import Split
 from . import checkpoint
@@ -116,11 +116,12 @@ class Training:
         folder: Path | None = None,
         workers: int = 0,
         tell: Tell = silent,
+        say: Say = silent,
         on_epoch: Callable[[History], None] | None = None,
     ) -> None:
         self.model, self.task, self.loop, self.on_epoch = model, task, loop, on_epoch
         self.train, self.test, self.forward = train, test, forward or model
-        self.folder, self.workers, self.tell = folder, workers, tell
+        self.folder, self.workers, self.tell, self.say = folder, workers, tell, say
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise GradFilterError("Nothing in the model trains; call gf.apply_ with layers to train first.")
@@ -235,6 +236,15 @@ class Training:
             with self._precision():
                 self.frozen = shared_split(self.model, inputs)
         self.takes_all = is_cached or self.frozen is not None
+        if not is_first():
+            return
+        if is_cached:
+            self.say("With cached features each process takes every step; more of them make nothing faster.")
+        elif not self.takes_all and self.loop.accumulate % together():
+            self.say(
+                "Frozen layers cannot be shared here. Gradients are added up; results differ by rounding "
+                f"from one process's, less or not with --accumulate {together()} and a smaller --batch."
+            )
 
     def _samples(self, epoch: int) -> Any:
         if isinstance(self.train, FeatureCache):
