@@ -1,4 +1,4 @@
-"""How far does a run of two processes part from the same run of one?
+"""How far does a run of two processes part from the same run of one, and how much faster is it?
 
     python experiments/processes.py
 
@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from gradfilter.bench.environment import environment
 from gradfilter.progress import Progress
+from gradfilter.training.report import read_report
 
 RESULTS = Path(__file__).parent / "results" / "processes.json"
 CASES = {
@@ -42,18 +44,24 @@ def main() -> None:
         for done, (case, seed) in enumerate(cases, 1):
             options = ["--steps", str(STEPS), "--seed", str(seed), *CASES[case].split()]
             alone = trained(options)
-            distances = {
-                "two_processes": distance(alone, trained(options, processes=2)),
-                "two_threads": distance(alone, trained(options, threads=2)),
+            ways = {
+                "two_processes": trained(options, processes=2),
+                "two_threads": trained(options, threads=2),
             }
-            rows.append({"case": case, "seed": seed} | distances)
+            distances = {way: distance(alone.weights, run.weights) for way, run in ways.items()}
+            seconds = {way: run.seconds for way, run in (ways | {"alone": alone}).items()}
+            rows.append({"case": case, "seed": seed} | distances | {"seconds": seconds})
             progress("runs", done, len(cases))
     record = {"environment": environment(), "steps": STEPS, "rows": rows}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def trained(options: list[str], processes: int = 1, threads: int = 1) -> dict[str, Tensor]:
-    """The weights that a run ends with."""
+class Run(NamedTuple):
+    weights: dict[str, Tensor]
+    seconds: float  # of steps and tests
+
+
+def trained(options: list[str], processes: int = 1, threads: int = 1) -> Run:
     together = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     launcher = together if processes > 1 else []
     command = [sys.executable, "-m", *launcher, "gradfilter", "train", "--data", "digits", "--shots", "20"]
@@ -65,7 +73,8 @@ def trained(options: list[str], processes: int = 1, threads: int = 1) -> dict[st
             stdout=subprocess.DEVNULL,
             check=True,
         )
-        return load_file(f"{folder}/run/last.safetensors")
+        epochs = read_report(f"{folder}/run/report.json").epochs
+        return Run(load_file(f"{folder}/run/last.safetensors"), epochs[-1]["seconds"])
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from gradfilter.bench import report
@@ -302,19 +302,25 @@ def _processes() -> str:
     if record is None:
         return MISSING
     ways = {"two_processes": "two processes", "two_threads": "one process, two threads"}
-    titles = [f"{way}: {what}" for way in ways.values() for what in ("same bits", "within 1e-6", "most")]
+    titles = [
+        f"{way}: {what}" for way in ways.values() for what in ("same bits", "within 1e-6", "most", "time")
+    ]
     lines = [[f"{record['steps']} steps", *titles]]
     for case in dict.fromkeys(row["case"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["case"] == case]
-        distances = [[row[way] for row in rows] for way in ways]
-        lines.append([case, *(cell for ds in distances for cell in _apart(ds))])
+        lines.append([case, *(cell for way in ways for cell in [*_apart(rows, way), _time(rows, way)])])
     return f"{report.markdown_table(lines)}\n\n{conditions(record['environment'])}"
 
 
-def _apart(distances: list[float]) -> list[str]:
-    count = len(distances)
+def _apart(rows: list[dict[str, Any]], way: str) -> list[str]:
+    distances, count = [row[way] for row in rows], len(rows)
     within = [f"{sum(d <= limit for d in distances)} of {count}" for limit in (0.0, 1e-6)]
     return [*within, f"{max(distances):.0e}" if max(distances) else "0"]
+
+
+def _time(rows: list[dict[str, Any]], way: str) -> str:
+    """Of one process with one thread."""
+    return f"{median(row['seconds'][way] / row['seconds']['alone'] for row in rows):.2f}x"
 
 
 def _recipes() -> str:

@@ -163,7 +163,7 @@ def test_extracted_features() -> None:
 # DDP
 
 DDP = """
-    import sys, torch, torch.distributed as dist, gradfilter as gf
+    import os, sys, torch, torch.distributed as dist, gradfilter as gf
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -182,7 +182,8 @@ DDP = """
         if rank == 0:
             grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             torch.save(grads, f"{folder}/{order}")
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # gloo's threads could abort an orderly end
 """
 
 

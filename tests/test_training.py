@@ -359,31 +359,42 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 torch.set_num_threads(1)
-folder, rank, processes, given = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-torch.set_default_dtype(getattr(torch, given.pop("dtype", "float32")))
+folder, given = Path(sys.argv[1]), json.loads(sys.argv[4])
+rank, processes = int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet", rank=rank, world_size=processes)
-from test_training import training
-own_dropout, uneven = given.pop("own_dropout", False), given.get("patience")
-made = training(Path(folder) / "run", **{{"epochs": 3 if uneven else 2, **given}})
-if own_dropout:
-    made.dropout._layers = []
-made.prepared = 1e4 * rank
-if uneven:  # batch statistics may give each process scores of its own
-    made.evaluate = lambda: {{"accuracy": 50.0 + made.step * rank}}
-made.run()
+{work}
 dist.barrier()
 sys.stdout.flush()
 os._exit(0)  # gloo's threads may still wait for each other, and an orderly end would abort on them
 """
 
 
-def trained_together(folder: Path, processes: int = 2, **settings: Any) -> checkpoint.Checkpoint:
+def run_together(folder: Path, work: str, processes: int = 2, **given: Any) -> None:
+    """Python, in several processes; it finds ``folder``, ``rank`` and what is ``given``."""
     script = folder / "run.py"
-    script.write_text(TOGETHER.format(path=[str(Path(__file__).parent), *sys.path]))
+    script.write_text(TOGETHER.format(path=[str(Path(__file__).parent), *sys.path], work=work))
     command = [sys.executable, "-W", "ignore", str(script), str(folder)]
-    given = [str(processes), json.dumps(settings)]
-    running = [subprocess.Popen([*command, str(rank), *given]) for rank in range(processes)]
+    rest = [str(processes), json.dumps(given)]
+    running = [subprocess.Popen([*command, str(rank), *rest]) for rank in range(processes)]
     assert [process.wait(timeout=120) for process in running] == [0] * processes
+
+
+TRAINING = """
+torch.set_default_dtype(getattr(torch, given.pop("dtype", "float32")))
+from test_training import training
+own_dropout, uneven = given.pop("own_dropout", False), given.get("patience")
+made = training(folder / "run", **{"epochs": 3 if uneven else 2, **given})
+if own_dropout:
+    made.dropout._layers = []
+made.prepared = 1e4 * rank
+if uneven:  # batch statistics may give each process scores of its own
+    made.evaluate = lambda: {"accuracy": 50.0 + made.step * rank}
+made.run()
+"""
+
+
+def trained_together(folder: Path, processes: int = 2, **settings: Any) -> checkpoint.Checkpoint:
+    run_together(folder, TRAINING, processes, **settings)
     found = checkpoint.read(folder / "run")
     assert found is not None
     return found
@@ -413,21 +424,16 @@ def test_processes_that_share_frozen_layers_are_one_to_the_bit(
 
 
 SENDING = """
-import sys, torch, torch.distributed as dist
-sys.path[:0] = {path!r}
 from gradfilter.training.processes import from_process
 from test_training import parcels
-rank = int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{{sys.argv[1]}}/meet", rank=rank, world_size=2)
 for owner in range(2):
     wanted = parcels(owner)
     found = from_process(owner, wanted if rank == owner else parcels(1 - owner))
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
         assert one.stride() == other.stride()
-found = from_process(0, [{{"boxes": torch.ones(2), "name": "a"}}, "b"] if rank == 0 else [])
+found = from_process(0, [{"boxes": torch.ones(2), "name": "a"}, "b"] if rank == 0 else [])
 assert found[1] == "b" and found[0]["boxes"].tolist() == [1, 1]
-dist.barrier()
 """
 
 
@@ -449,11 +455,29 @@ def parcels(seed: int) -> list[Tensor]:
 
 
 def test_tensors_of_one_process_reach_all_laid_out_alike(tmp_path: Path) -> None:
-    script = tmp_path / "send.py"
-    script.write_text(SENDING.format(path=[str(Path(__file__).parent), *sys.path]))
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
-    pair = [subprocess.Popen([*command, rank]) for rank in ("0", "1")]
-    assert [process.wait(timeout=120) for process in pair] == [0, 0]
+    run_together(tmp_path, SENDING)
+
+
+TESTING = """
+from test_training import training
+made, tested = training(accelerated=True, **given), []
+made._share_out()
+forward = made.forward
+made.forward = lambda inputs: tested.append(len(inputs)) or forward(inputs)
+scores = made.evaluate()
+(folder / f"{rank}.json").write_text(json.dumps([scores, sum(tested)]))
+"""
+
+
+@pytest.mark.parametrize(("settings", "counts"), [({}, [6, 4]), ({"precision": "bf16"}, [10, 10])])
+def test_processes_share_the_test_where_their_weights_are_the_same(
+    tmp_path: Path, settings: dict[str, Any], counts: list[int]
+) -> None:
+    """The control adds up gradients, and with batch statistics each may have other scores."""
+    run_together(tmp_path, TESTING, **settings)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    scores = training(accelerated=True).evaluate()
+    assert found == [[scores, count] for count in counts]
 
 
 def _with(model: nn.Module, first: nn.Module) -> nn.Module:

@@ -211,10 +211,12 @@ class Training:
         steps = [whole(group) if self.takes_all else my_shares(group, size) for group in groups]
         reads = [share.batch[share.rows].tolist() for step in steps for share in step]
         samples, frozen = self._samples(epoch), self.frozen
+        loader: Iterator[tuple[Any, Tensor]]
         if frozen:
             self.model.train()
             own = self._read(samples, reads[rank() :: together()])
-            loader = relayed(lambda inputs: frozen.prefix(_channels_last(inputs)), own, len(reads))
+            made = ((*frozen.prefix(_channels_last(inputs)), targets) for inputs, targets in own)
+            loader = ((features, targets) for *features, targets in relayed(made, len(reads)))
         else:
             loader = self._read(samples, reads)
         for step in steps:
@@ -239,7 +241,7 @@ class Training:
         if not is_first():
             return
         if is_cached:
-            self.say("With cached features each process takes every step; more of them make nothing faster.")
+            self.say("With cached features each process takes every step; only tests are shared.")
         elif not self.takes_all and self.loop.accumulate % together():
             self.say(
                 "Frozen layers cannot be shared here. Gradients are added up; results differ by rounding "
@@ -341,9 +343,13 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """The scores on the test set."""
         self.model.eval()
-        loader = self._loader(self.test, batch_size=self.loop.batch)
+        count = len(cast(Sized, self.test))
+        reads = [list(part) for part in torch.arange(count).split(self.loop.batch)]
+        # with weights that are the same everywhere, each process tests its share of the batches
+        mine = reads[rank() :: together()] if self.takes_all else reads
+        loader = self._loader(self.test, batch_sampler=mine)
         found = ((self.forward(_channels_last(inputs)), targets) for inputs, targets in loader)
-        return self.task.score(found)
+        return self.task.score(relayed(found, len(reads)) if self.takes_all else found)
 
     def _is_over_time(self) -> bool:
         return bool(self.loop.minutes) and self.prepared + self.seconds >= 60 * self.loop.minutes

@@ -1,12 +1,13 @@
-"""Several processes and frozen layers: each runs them for its share of the batches, and all train on all.
+"""Several processes and layers that are the same in all: each runs them for its share of the batches.
 
-What is exchanged are features and targets. Every process then takes every step of the trained layers as one
-alone would, with the very calls: so the weights are the same bits, which sums of gradients could not be.
+What is exchanged are features and targets of the frozen layers. Every process then takes every step of the
+trained layers as one alone would, with the very calls: so the weights are the same bits, which sums of
+gradients could not be. Tests exchange outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,8 +20,6 @@ from ..splitting import Split, split
 from .processes import any_of, from_process, rank, together
 
 __all__ = ["relayed", "shared_split"]
-
-Features = tuple[Tensor, ...]
 
 
 def shared_split(model: nn.Module, example: Any) -> Split | None:
@@ -59,16 +58,10 @@ def _put_back(now: Tensor, then: Tensor) -> bool:
     return False
 
 
-def relayed(
-    prefix: Callable[[Any], Features], mine: Iterable[tuple[Any, Any]], count: int
-) -> Iterator[tuple[Features, Any]]:
-    """Features and targets of all ``count`` batches, of which ``mine`` are every n-th one."""
+def relayed(mine: Iterable[Sequence[Any]], count: int) -> Iterator[Any]:
+    """What is made of each of ``count`` batches; ``mine`` is what this process makes, of every n-th."""
     own = iter(mine)
     for first in range(0, count, together()):
-        made: list[Any] = []
-        if first + rank() < count:
-            inputs, targets = next(own)
-            made = [*prefix(inputs), targets]
+        made = next(own) if first + rank() < count else ()
         for owner in range(min(together(), count - first)):
-            *features, targets = from_process(owner, made)
-            yield tuple(features), targets
+            yield from_process(owner, made)
