@@ -38,10 +38,7 @@ NEED_SETTINGS: set[str] = set()
         ("gf.GradientFilter()", "is not a method; write it as"),
         ("GradientFiler(2)", "There is no method GradientFiler; choose among exact, filter"),
         ("GradientFiler(2)", "Did you mean GradientFilter or"),
-        (
-            "filter(patsch=2)",
-            "filter(patsch=2) cannot be a method: got an unexpected keyword argument 'patsch'.",
-        ),
+        ("filter(patsch=2)", "filter has no setting patsch. Did you mean patch?"),
         ("filter(0)", "patch must be whole numbers of at least 1, not 0; 2 or 4 are usual."),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import pickle
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import gradfilter as gf
 from gradfilter import models, optional
 from gradfilter.errors import ModelError, WeightsError
 from gradfilter.models import _torchvision, build, load_weights, names
@@ -124,6 +126,31 @@ def test_classifiers_of_other_libraries(name: str) -> None:
 def test_segmentation_models(name: str) -> None:
     model = build(name, classes=3).eval()
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 3, 64, 64)
+
+
+@pytest.mark.usefixtures("vision")
+@pytest.mark.parametrize("head", ["FPN", "UPerNet", "DeepLabV3", "DeepLabV3Plus", "PSPNet", "Unet", "FCN"])
+def test_frozen_encoders_of_segmentation_models_run_apart(head: str) -> None:
+    """Several processes and feature caches need that."""
+    model, x = build(f"smp:{head}/mobilenet_v2", classes=3).eval(), torch.randn(2, 3, 64, 96)
+    plain = model(x)
+    gf.accelerate_(gf.apply_(model, gf.GradientFilter(2), "decoder, segmentation_head"))
+    parts = gf.split(model)
+    assert torch.equal(parts.tail(parts.prefix(x)), model(x))
+    assert torch.allclose(model(x), plain, rtol=1e-3, atol=1e-4)
+    copied = copy.deepcopy(gf.restore_(model))
+    assert torch.equal(copied(x), plain)
+
+
+@pytest.mark.usefixtures("vision")
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_pictures_that_a_segmentation_model_cannot_take_are_refused(accelerated: bool) -> None:
+    model = build("smp:FPN/mobilenet_v2", classes=3).eval().requires_grad_(False)
+    if accelerated:
+        gf.accelerate_(model)
+    with pytest.raises(gf.GradFilterError, match=r"multiples of 32 for this model, not 70 by 64\."):
+        model(torch.zeros(1, 3, 70, 64))
+    model(torch.zeros(1, 3, 96, 64))
 
 
 @pytest.mark.usefixtures("vision")

@@ -570,6 +570,45 @@ def test_what_runs_with_a_model_is_not_lost_when_it_is_split(accelerated: bool) 
         gf.split(model)
 
 
+class ReadsSizes(nn.Module):
+    """A frozen layer, a trained one, and what the latter is told of the former's map."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.read = nn.Conv2d(3, 4, 3, stride=2), nn.Conv2d(4, 2, 1), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.first(x)
+        return F.interpolate(self.second(maps), size=self.read(maps))
+
+
+@pytest.mark.parametrize(
+    ("read", "is_split"),
+    [
+        (lambda maps: maps.shape[-2:], True),
+        (lambda maps: maps.shape[2:], True),
+        (lambda maps: (maps.size(2), maps.size(-1)), True),
+        (lambda maps: (2 * maps.shape[2], maps.shape[3] + maps.shape[2]), True),
+        (lambda maps: (maps.shape[0] + 2, maps.shape[0] + 3), False),  # another one with another batch
+        (lambda maps: maps.shape[:2], False),
+        (lambda maps: (maps.size(0), maps.size(1)), False),
+        (lambda maps: (maps.shape[2] * maps.shape[0], maps.shape[3]), False),
+    ],
+)
+def test_heights_and_widths_are_features_too_and_the_size_of_the_batch_is_not(
+    read: Any, is_split: bool
+) -> None:
+    model = gf.accelerate_(gf.apply_(ReadsSizes(read), FILTER, "second"))
+    x, parts = torch.randn(3, 3, 9, 13), gf.split(model)
+    if not is_split:
+        with pytest.raises(gf.GradFilterError, match="reads more than maps and their heights and widths"):
+            parts.prefix(x)
+        return
+    features = parts.prefix(x)
+    assert all(len(feature) == 3 for feature in features)
+    assert torch.equal(parts.tail([feature[:2] for feature in features]), model(x[:2]))
+
+
 class Adds(nn.Module):
     """Adds to a value in place; another name for it sees that, torch.fx by itself would not."""
 

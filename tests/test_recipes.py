@@ -127,7 +127,7 @@ def test_ranks_are_the_largest_that_keep_to_the_budget(name: str, budget: int) -
         ({"layers": "encoder.layer4, decoder"}, "encoder.layer4.0.conv1 does not run"),
         ({"head": "no_such.*"}, "head 'no_such.*' must fit some"),
         ({"head": "*"}, "head '*' must fit some"),
-        ({"method": "HOSVD(varience=0.8)"}, "cannot be a method"),
+        ({"method": "HOSVD(varience=0.8)"}, "HOSVD has no setting varience. Did you mean variance"),
         ({"methods": {"segmentation_head.0": "Exect()"}}, "There is no method Exect"),
     ],
 )
@@ -165,8 +165,8 @@ def test_file_of_the_user(written: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("epoch: 3", "has a field epoch, which is none. Did you mean epochs"),
-        ("1: 3", "has a field 1, which is none."),
+        ("epoch: 3", "has epoch, which is no setting. Did you mean epochs"),
+        ("1: 3", "has 1, which is no setting."),
         ("- epochs", "holds no settings; write one a line, such as epochs: 10."),
         ("", "holds no settings"),
         ("epochs: [1", "is no YAML: "),

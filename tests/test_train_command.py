@@ -264,6 +264,34 @@ def test_another_seed_is_another_training(tmp_path: Path) -> None:
         assert_same(weights(tmp_path / "0"), weights(tmp_path / "1"))
 
 
+def train_in_two_processes(options: list[str], out: Path) -> str:
+    """What they say."""
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    command = [sys.executable, "-W", "ignore", *launcher.split(), "-m", "gradfilter", "train"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *options, "--out", str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("augment", ["true", "false"])
+def test_two_processes_segment_as_one(masked: Path, tmp_path: Path, augment: str) -> None:
+    """The decoder reads heights and widths of the frozen encoder's maps."""
+    options = ["--data", str(masked), "--model", "smp:DeepLabV3/mobilenet_v2", "--weights", "none"]
+    options += ["--size", "64", "--epochs", "1", "--batch", "4", "--augment", augment]
+    said = train_in_two_processes(options, tmp_path / "two")
+    assert ("With cached features" in said) == (augment == "false")
+    assert run("train", *options, "--out", tmp_path / "one") == 0
+    assert_same(weights(tmp_path / "one"), weights(tmp_path / "two"))
+    assert_same(weights(tmp_path / "one", "best"), weights(tmp_path / "two", "best"))
+
+
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -275,18 +303,8 @@ def test_another_seed_is_another_training(tmp_path: Path) -> None:
 )
 def test_two_processes_are_one(tmp_path: Path, options: str, tolerance: float) -> None:
     given = [*SMALL, "--data", "digits", "--shots", "2", "--epochs", "1", *options.split()]
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
-    command = [sys.executable, "-W", "ignore", *launcher.split(), "-m", "gradfilter", "train"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *given, "--out", str(tmp_path / "two")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert ("rounding" in done.stdout + done.stderr) == bool(tolerance)  # told how to do without
+    said = train_in_two_processes(given, tmp_path / "two")
+    assert ("rounding" in said) == bool(tolerance)  # told how to do without
     assert run("train", *given, "--out", tmp_path / "one") == 0
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for key in one:
@@ -419,7 +437,7 @@ def test_a_file_of_settings_and_what_comes_after_it(
     file.write_text("epohs: 3\n")
     assert train(tmp_path / "other", "--config", file) == 2
     assert not (tmp_path / "other").exists()
-    assert "There is no setting epohs. Did you mean epochs" in capsys.readouterr().err
+    assert "settings.yaml has epohs, which is no setting. Did you mean epochs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

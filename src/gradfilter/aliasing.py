@@ -40,6 +40,7 @@ FRESH_FUNCTIONS = {
     torch.relu,
     F.relu,
 }
+FRESH_METHODS = {"sum", "mean"}
 
 
 def why_unsafe(graph: Graph, modules: dict[str, Any]) -> str:
@@ -71,4 +72,4 @@ def _may_be_a_view(node: Node, modules: dict[str, Any]) -> bool:
         return not isinstance(modules[str(node.target)], FRESH)
     if node.op == "call_function":
         return node.target not in FRESH_FUNCTIONS and _written(node, modules) is None
-    return node.op != "call_method" or _written(node, modules) is None
+    return node.op != "call_method" or (node.target not in FRESH_METHODS and _written(node, modules) is None)

@@ -34,7 +34,9 @@ def replacing(file: str | os.PathLike[str]) -> Iterator[Path]:
         sync(partial)  # else a power cut can leave the new name with nothing in it
         partial.replace(target)
     except OSError as error:
-        raise GradFilterError(f"{file} cannot be written ({error.strerror or error}).") from None
+        raise GradFilterError(
+            f"{file} cannot be written ({error.strerror or error}); make room, or choose another place."
+        ) from None
     finally:
         with suppress(OSError):  # what lies in the way may be the folder itself
             partial.unlink(missing_ok=True)

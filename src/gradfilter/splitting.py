@@ -12,6 +12,7 @@ from .errors import GradFilterError
 from .fusion import Values
 from .graphs import why_untraceable
 from .program import Program, has_hooks
+from .sizes import as_rows, from_rows, sizes_in
 
 __all__ = ["Split", "split"]
 
@@ -19,8 +20,8 @@ __all__ = ["Split", "split"]
 class Split(NamedTuple):
     """A model in two: ``tail(prefix(x))`` is ``model(x)``, and nothing in ``prefix`` trains.
 
-    prefix gives what the tail reads of it: one tensor or more, the batch first. frozen: every number prefix
-    uses; signature: what it does with them.
+    prefix gives what the tail reads of it: one tensor or more, the batch first; heights and widths once for
+    each picture. frozen: every number prefix uses; signature: what it does with them.
     """
 
     prefix: Callable[[Tensor], tuple[Tensor, ...]]
@@ -53,15 +54,19 @@ def split(model: nn.Module) -> Split:
     if not ready.tail:
         raise GradFilterError("There is no tail: nothing in the model trains; call gf.apply_ first.")
     program.check_calibrated()
+    sizes = {node.name for node in sizes_in(ready.graph)}
 
     def prefix(x: Tensor) -> tuple[Tensor, ...]:
         values: Values = dict(zip(ready.inputs, [x], strict=True))
         ready.run_prefix(values)
         program.check_calibrated()  # it begins anew with other weights
-        features = tuple(values[node] for node in border)
-        if not all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in features):
-            raise GradFilterError(f"{name} cannot be split: its trained part reads sizes of its frozen part.")
-        return features
+        found: list[Any] = [as_rows(values[n], len(x)) if n.name in sizes else values[n] for n in border]
+        if not all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in found):
+            raise GradFilterError(
+                f"{name} cannot be split: of its frozen part, its trained part reads more than maps and "
+                "their heights and widths."
+            )
+        return tuple(found)
 
     def tail(features: Sequence[Tensor]) -> Any:
         with torch.enable_grad():  # the mode may have changed, and with it what there is to do
@@ -71,7 +76,11 @@ def split(model: nn.Module) -> Split:
             raise GradFilterError(
                 f"What trains in {name} has changed since it was split, or it has hooks; split again."
             )
-        return now.run_tail({by_name[n.name]: f for n, f in zip(border, features, strict=True)})
+        values = {
+            node: from_rows(feature) if name in sizes else feature
+            for (name, node), feature in zip(by_name.items(), features, strict=True)
+        }
+        return now.run_tail(values)
 
     return Split(prefix, tail, ready.prefix_tensors(), ready.signature())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 __all__ = ["add"]
@@ -17,3 +18,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..models import names
 
     print("\n".join(names()))
+    print(
+        "Also timm:NAME, smp:HEAD/ENCODER such as smp:FPN/mobilenet_v2, package.module:factory.",
+        file=sys.stderr,
+    )

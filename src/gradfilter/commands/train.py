@@ -42,15 +42,16 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     """The whole command line: defaults, then a recipe, then a file of settings, then single options."""
     from jsonargparse import ArgumentError
 
+    from ..training.recipes import read_recipe
+
     arguments = [*_spelled(arguments)]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe", nargs="?")
-    recipe = first.parse_known_args(arguments)[0].recipe
+    first.add_argument("--config", nargs="?")
+    files = first.parse_known_args(arguments)[0]
     parser = _parser()
-    if recipe:
-        from ..training.recipes import read_recipe
-
-        parser.set_defaults(read_recipe(recipe))
+    for file in filter(None, (files.recipe, files.config)):
+        parser.set_defaults(read_recipe(file))
     try:
         found = parser.parse_args(arguments).as_dict()
     except ArgumentError as error:
@@ -58,7 +59,7 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     resume = found.pop("resume")
     if resume and len(arguments) > (1 if arguments[0].startswith("--resume=") else 2):
         raise GradFilterError("--resume goes on as the run was begun; give no other option with it.")
-    values = {name: value for name, value in found.items() if name not in ("recipe", "config", "cfg")}
+    values = {name: value for name, value in found.items() if name not in ("recipe", "config")}
     return argparse.Namespace(run=_run, resume=resume, config=None if resume else Config(**values))
 
 
@@ -74,11 +75,7 @@ def _spelled(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _parser() -> Any:
-    from jsonargparse import (  # type: ignore[attr-defined]  # lazily exported
-        ActionConfigFile,
-        ArgumentParser,
-        DefaultHelpFormatter,
-    )
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
     class Formatter(DefaultHelpFormatter):
         """Examples as they are written."""
@@ -95,7 +92,7 @@ def _parser() -> Any:
         formatter_class=Formatter,
     )
     parser.add_argument("--recipe", help="settings of the package (`gradfilter recipes`), or a YAML file")
-    parser.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings, after the recipe")
+    parser.add_argument("--config", metavar="FILE", help="a YAML file of settings, after the recipe")
     parser.add_argument("--resume", metavar="RUN", help="the folder of a run that was stopped")
     parser.add_class_arguments(Config)
     parser._action_groups[-1].title = "settings"
@@ -109,6 +106,9 @@ def _parser() -> Any:
 def _sentence(message: str) -> str:
     """One line of what jsonargparse says in several, with the nearest name where one is unknown."""
     line = " ".join(message.split())
+    alone = re.search(r"[Uu]nrecognized arguments: ([^-]\S*)", line)
+    if alone:
+        return f"{alone[1]} belongs to no option; is it --data {alone[1]}? See gradfilter train --help."
     unknown = re.search(
         r"[Uu]nrecognized arguments: --([\w-]+)"
         r"|(?:Key|Option) [\"']([\w-]+)[\"'] is not (?:expected|accepted)",

@@ -279,7 +279,8 @@ def _fetch_all(kind: str, path: Path, tell: Tell) -> None:
 def _recognised(path: Path, task: Task | None) -> str:
     there = [name for name, kind in KINDS.items() if kind.is_at(path)]
     for name in there:
-        if task is None or task in KINDS[name].tasks:
+        # images/ and masks/ look like class folders too
+        if (task is None or task in KINDS[name].tasks) and not (name == "folder" and "masks" in there):
             return name
     wanted = "" if task is None else f" to {task}"
     instead = f"; it is {there[0]}, data to {' or '.join(KINDS[there[0]].tasks)}" if there else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from contextlib import suppress
+from inspect import signature
 
 from ..errors import PlanError, nearest
 from . import METHODS, Method
@@ -26,6 +27,9 @@ def method_from(text: str) -> Method:
     try:
         return known[name](*args, **kwargs)
     except TypeError as error:
+        settings = signature(known[name]).parameters
+        for setting in kwargs.keys() - settings.keys():
+            raise PlanError(f"{name} has no setting {setting}.{nearest(setting, settings)}") from None
         raise PlanError(f"{text} cannot be a method: {str(error).partition('() ')[2] or error}.") from None
 
 

@@ -14,6 +14,7 @@ from gradfilter.errors import ModelError, nearest
 from gradfilter.models._fcn import FCN
 from gradfilter.models._nets import NETS
 from gradfilter.models._pretrained import find_weights
+from gradfilter.models._smp import make_traceable_
 from gradfilter.models._torchvision import library, torchvision
 from gradfilter.models._weights import load_weights
 
@@ -120,7 +121,9 @@ def _from_smp(name: str, classes: int | None, options: Options) -> nn.Module:
     if encoder not in encoders and not _is_timm_encoder(encoder):
         raise ModelError(f"smp has no encoder {encoder!r} (smp:HEAD/ENCODER).{nearest(encoder, encoders)}")
     fixed = {"encoder_name": encoder, "encoder_weights": None, **_named("classes", classes)}
-    return _call(f"smp:{name}", heads[head], fixed, options)
+    model = _call(f"smp:{name}", heads[head], fixed, options)
+    make_traceable_(model)
+    return model
 
 
 def _is_timm_encoder(encoder: str) -> bool:

@@ -50,11 +50,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
         index.replace(folder / _INDEX)
         sync(folder)
     except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
+        why = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
         before = " The one before it is whole." if (folder / _INDEX).exists() else ""
         raise GradFilterError(
-            f"The checkpoint {file} cannot be written: {why}.{before} Make room, or give the run another "
-            "folder."
+            f"The checkpoint {file} cannot be written: {why}.{before} Make room and go on with --resume."
         ) from error
     for old in folder.glob("step-*"):
         if old != file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ..progress import Tell, silent
 from ..surgery import apply_
 from .items import as_pairs
 from .loop import History, Samples, Task, Training
+from .processes import wait_for_all
 from .settings import Loop
 
 __all__ = ["fit"]
@@ -30,6 +31,7 @@ def fit(
     test: Samples | None,
     task: Task,
     plan: Plan | Method | Mapping[str, Method] | None = None,
+    layers: str | Sequence[str] | None = None,
     *,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -39,6 +41,8 @@ def fit(
     **settings: Any,
 ) -> History:
     """Fine-tune the planned layers of a model on ``train``, judged on ``test`` after every epoch.
+
+    ``plan`` and ``layers`` are what ``gf.apply_`` takes; without them, what has been applied before trains.
 
     Sets are map-style and give (image, target), or dictionaries of the two, as Hugging Face's do. The plan
     stays applied, and the frozen part accelerated; ``gf.restore_(model)`` takes both away and leaves the
@@ -69,7 +73,9 @@ def fit(
         raise GradFilterError("fit's cache keeps features of float32; leave precision='bf16' or cache out.")
     train, test = as_pairs(train), None if test is None else as_pairs(test)
     if plan is not None:
-        apply_(model, plan)
+        apply_(model, plan, layers)
+    elif layers is not None:
+        raise GradFilterError("fit's layers need a method to train with, such as gf.GradientFilter(patch=2).")
     accelerate_if_possible_(model)
     forward = None
     if cache:
@@ -84,4 +90,6 @@ def fit(
     )
     if resume and not training.resume():
         raise GradFilterError(f"There is no checkpoint in {folder} to go on from; leave resume out.")
-    return training.run()
+    history = training.run()
+    wait_for_all()
+    return history

@@ -84,6 +84,8 @@ class Job:
             )
         if is_first():
             self.run.go_back(training.history.epochs)
+            if training.step == training.steps:
+                self.say("The run was complete already; its report is written anew.")
         with self._board(training.history) as board:
             if board is not None:
                 listeners.append(board.append)
@@ -240,7 +242,8 @@ def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = pri
 
 
 def _resolved(config: Config, data: Data) -> Config:
-    workers = config.workers if config.workers >= 0 else min(2, os.cpu_count() or 1)
+    idle = max(1, (os.cpu_count() or 1) // together())
+    workers = config.workers if config.workers >= 0 else min(2, idle)
     weights = config.weights
     if Path(weights).is_dir():  # an earlier run
         earlier = RunFolder.open(weights)

@@ -232,11 +232,11 @@ class Training:
         """
         if together() == 1:
             return
-        is_cached = isinstance(self.train, FeatureCache)
+        is_cached, why = isinstance(self.train, FeatureCache), ""
         if not is_cached and self.forward is self.model:
             inputs, _ = default_collate([self._samples(0)[0]])
             with self._precision():
-                self.frozen = shared_split(self.model, inputs)
+                self.frozen, why = shared_split(self.model, inputs)
         self.takes_all = is_cached or self.frozen is not None
         if not is_first():
             return
@@ -244,8 +244,8 @@ class Training:
             self.say("With cached features each process takes every step; only tests are shared.")
         elif not self.takes_all and self.loop.accumulate % together():
             self.say(
-                "Frozen layers cannot be shared here. Gradients are added up; results differ by rounding "
-                f"from one process's, less or not with --accumulate {together()} and a smaller --batch."
+                f"{why} So gradients are added up, and results differ by rounding from those of one process, "
+                f"less or not with --accumulate {together()} and a smaller --batch."
             )
 
     def _samples(self, epoch: int) -> Any:

@@ -300,11 +300,11 @@ def _number(value: float | None) -> str:
 
 def _measure(unit: str, value: float) -> str:
     """
-    >>> _measure("bytes", 2048), _measure("ms", 12.34), _measure("J", 1.5)
-    ('2.0 KiB', '12.3 ms', '1.5 J')
+    >>> _measure("bytes", 2048), _measure("ms", 12.34), _measure("J", 1.5), _measure("", 2e6)
+    ('2.0 KiB', '12.3 ms', '1.5 J', '2.0 M')
     """
-    if unit == "bytes":
-        return format_bytes(round(value))
+    if unit in ("bytes", ""):
+        return format_bytes(round(value)) if unit else format_count(round(value))
     return f"{value:.1f} ms" if unit == "ms" else f"{value:.4g} {unit}"
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "my_shares",
     "rank",
     "together",
+    "wait_for_all",
     "whole",
 ]
 
@@ -109,6 +110,12 @@ def any_of(*flags: bool) -> list[bool]:
     votes = torch.tensor(flags, dtype=torch.int64)
     dist.all_reduce(votes)
     return [bool(vote) for vote in votes]
+
+
+def wait_for_all() -> None:
+    """Go on when all of them are here: gloo may abort one that ends while another still talks to it."""
+    if together() > 1:
+        dist.barrier()
 
 
 def from_first(value: T) -> T:

@@ -8,7 +8,6 @@ gradients could not be. Tests exchange outputs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,17 +21,20 @@ from .processes import any_of, from_process, rank, together
 __all__ = ["relayed", "shared_split"]
 
 
-def shared_split(model: nn.Module, example: Any) -> Split | None:
-    """The model in two, if several processes can share its frozen part; all of them find the same.
+def shared_split(model: nn.Module, example: Any) -> tuple[Split | None, str]:
+    """The model in two, if several processes can share its frozen part, or why not; all find the same.
 
     example: inputs of a batch.
     """
-    found = None
+    found, why = None, "The model is not accelerated as a whole, or takes more than a tensor."
     if "gradfilter_program" in model.__dict__ and isinstance(example, Tensor):
-        with suppress(GradFilterError):  # it cannot be split
+        try:
             parts = split(model.train())
             found = parts if _is_pure(model, parts, example) else None
-    return None if any(any_of(found is None)) else found
+            why = "Frozen layers draw random numbers or gather statistics."
+        except GradFilterError as error:
+            why = str(error)
+    return (None, why) if any(any_of(found is None)) else (found, "")
 
 
 def _is_pure(model: nn.Module, parts: Split, example: Tensor) -> bool:

@@ -24,8 +24,8 @@ SCHEMA = 1
 class Comparison:
     """One quantity of several arms: first what the others are held against, usually exact, then the run.
 
-    unit: "bytes" and "ms" are shown as people read them, any other as it is. A value that is unavailable is
-    None.
+    unit: "bytes", "ms" and "", a count, are shown as people read them, any other as it is. A value that is
+    unavailable is None.
     """
 
     name: str

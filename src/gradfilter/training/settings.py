@@ -153,7 +153,7 @@ class Config(Loop):
         known = [each.name for each in fields(cls)]
         for name in values:
             if name not in known:
-                raise GradFilterError(f"{where} has a field {name}, which is none.{nearest(name, known)}")
+                raise GradFilterError(f"{where} has {name}, which is no setting.{nearest(name, known)}")
         kinds = get_type_hints(cls)
         for name, value in values.items():
             if not _fits(value, kinds[name]):
