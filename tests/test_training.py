@@ -458,6 +458,26 @@ def test_tensors_of_one_process_reach_all_laid_out_alike(tmp_path: Path) -> None
     run_together(tmp_path, SENDING)
 
 
+ENDING = """
+import sys, torch, torch.distributed as dist
+sys.path[:0] = {path!r}
+meet, rank = f"file://{{sys.argv[1]}}/meet", int(sys.argv[2])
+dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+import gradfilter as gf
+from test_training import Noisy, TASK, net
+gf.fit(gf.restore_(net()), Noisy(8), Noisy(4), TASK, gf.GradientFilter(2), "last:3", epochs=1, batch=4)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_may_end_as_usual_behind_fit(tmp_path: Path) -> None:
+    script = tmp_path / "end.py"
+    script.write_text(ENDING.format(path=[str(Path(__file__).parent), *sys.path]))
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
+    pair = [subprocess.Popen([*command, rank]) for rank in ("0", "1")]
+    assert [process.wait(timeout=120) for process in pair] == [0, 0]
+
+
 TESTING = """
 from test_training import training
 made, tested = training(accelerated=True, **given), []

@@ -19,7 +19,7 @@ from ..progress import Tell, silent
 from ..surgery import apply_
 from .items import as_pairs
 from .loop import History, Samples, Task, Training
-from .processes import wait_for_all
+from .processes import settle
 from .settings import Loop
 
 __all__ = ["fit"]
@@ -91,5 +91,5 @@ def fit(
     if resume and not training.resume():
         raise GradFilterError(f"There is no checkpoint in {folder} to go on from; leave resume out.")
     history = training.run()
-    wait_for_all()
+    settle()
     return history

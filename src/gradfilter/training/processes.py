@@ -5,6 +5,7 @@ Without ``torch.distributed`` there is one process, and nothing here costs anyth
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,8 +23,8 @@ __all__ = [
     "is_first",
     "my_shares",
     "rank",
+    "settle",
     "together",
-    "wait_for_all",
     "whole",
 ]
 
@@ -112,10 +113,10 @@ def any_of(*flags: bool) -> list[bool]:
     return [bool(vote) for vote in votes]
 
 
-def wait_for_all() -> None:
-    """Go on when all of them are here: gloo may abort one that ends while another still talks to it."""
+def settle() -> None:
+    """Give gloo's threads time to let go of the last message: a Python that ends before that is aborted."""
     if together() > 1:
-        dist.barrier()
+        time.sleep(0.1)
 
 
 def from_first(value: T) -> T:
