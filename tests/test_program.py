@@ -593,6 +593,9 @@ class ReadsSizes(nn.Module):
         (lambda maps: maps.shape[:2], False),
         (lambda maps: (maps.size(0), maps.size(1)), False),
         (lambda maps: (maps.shape[2] * maps.shape[0], maps.shape[3]), False),
+        (lambda maps: maps.permute(2, 3, 0, 1).shape[-2:], False),
+        (lambda maps: maps.shape[2::-1][:2], False),
+        (lambda maps: (maps.flatten(1).shape[-2], 3), False),
     ],
 )
 def test_heights_and_widths_are_features_too_and_the_size_of_the_batch_is_not(

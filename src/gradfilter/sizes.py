@@ -8,39 +8,63 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-__all__ = ["as_rows", "from_rows", "sizes_in"]
+__all__ = ["Measured", "as_rows", "from_rows", "sizes_in"]
 
 
-def sizes_in(graph: Graph) -> set[Node]:
-    """Values made of heights and widths of maps alone: the same for any batch of pictures of one size."""
-    found: set[Node] = set()
+def sizes_in(graph: Graph) -> dict[Node, list[Node]]:
+    """Values made of heights and widths of maps alone, each with these maps.
+
+    They are the same for any batch of pictures of one size, if the maps have the batch first.
+    """
+    found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if _is_read(node) or (node.op == "call_function" and inputs and found.issuperset(inputs)):
-            found.add(node)
+        inputs, read = node.all_input_nodes, _measured(node)
+        if read is not None:
+            found[node] = [read]
+        elif node.op == "call_function" and inputs and found.keys() >= set(inputs):
+            found[node] = [each for value in inputs for each in found[value]]
     return found
 
 
-def _is_read(node: Node) -> bool:
-    """Whether a node takes heights and widths from the shape of a map: the last two numbers of four."""
+def _measured(node: Node) -> Node | None:
+    """The map of which a node takes height and width, if that is what it does."""
     name, args = getattr(node.target, "__name__", node.target), node.args
-    if name == "size" and node.op == "call_method":
-        return len(args) == 2 and _is_of_map(args[1])
-    return name == "getitem" and len(args) == 2 and _is_shape(args[0]) and _is_of_map(args[1])
+    if len(args) != 2 or not _is_of_map(args[1]):
+        return None
+    if node.op == "call_method" and name == "size":
+        read = args[0]
+    else:
+        read = _shown(args[0]) if name == "getitem" else None
+    return read if isinstance(read, Node) else None
 
 
-def _is_shape(value: Any) -> bool:
+def _shown(value: Any) -> Any:
+    """The map whose whole shape a value is."""
     if not isinstance(value, Node):
-        return False
-    if value.op == "call_method":
-        return value.target == "size" and len(value.args) == 1
-    return value.target is getattr and value.args[1] == "shape"
+        return None
+    is_method = value.op == "call_method" and value.target == "size" and len(value.args) == 1
+    return value.args[0] if is_method or (value.target is getattr and value.args[1] == "shape") else None
 
 
 def _is_of_map(index: Any) -> bool:
     if isinstance(index, slice):
-        return index.start in (2, 3, -1, -2)
+        return index.start in (2, 3, -1, -2) and index.step in (None, 1)
     return index in (2, 3, -1, -2)
+
+
+class Measured(dict[Node, Any]):
+    """Values that note of some maps how many pictures they have; 0 if these do not come first."""
+
+    def __init__(self, maps: set[Node], values: dict[Node, Any]) -> None:
+        super().__init__()
+        self.maps, self.pictures = maps, set[int]()
+        for node, value in values.items():
+            self[node] = value
+
+    def __setitem__(self, node: Node, value: Any) -> None:
+        if node in self.maps:
+            self.pictures.add(len(value) if value.dim() > 2 else 0)
+        super().__setitem__(node, value)
 
 
 def as_rows(size: Any, count: int) -> Tensor | None:

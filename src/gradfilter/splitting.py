@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .errors import GradFilterError
-from .fusion import Values
 from .graphs import why_untraceable
 from .program import Program, has_hooks
-from .sizes import as_rows, from_rows, sizes_in
+from .sizes import Measured, as_rows, from_rows, sizes_in
 
 __all__ = ["Split", "split"]
 
@@ -54,14 +53,17 @@ def split(model: nn.Module) -> Split:
     if not ready.tail:
         raise GradFilterError("There is no tail: nothing in the model trains; call gf.apply_ first.")
     program.check_calibrated()
-    sizes = {node.name for node in sizes_in(ready.graph)}
+    known = sizes_in(ready.graph)
+    sizes = {node.name for node in border if node in known}
+    measured = {each for node in border for each in known.get(node, ())}
 
     def prefix(x: Tensor) -> tuple[Tensor, ...]:
-        values: Values = dict(zip(ready.inputs, [x], strict=True))
+        values = Measured(measured, dict(zip(ready.inputs, [x], strict=True)))
         ready.run_prefix(values)
         program.check_calibrated()  # it begins anew with other weights
         found: list[Any] = [as_rows(values[n], len(x)) if n.name in sizes else values[n] for n in border]
-        if not all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in found):
+        is_by_picture = all(isinstance(f, Tensor) and f.shape[:1] == x.shape[:1] for f in found)
+        if not is_by_picture or values.pictures - {len(x)}:
             raise GradFilterError(
                 f"{name} cannot be split: of its frozen part, its trained part reads more than maps and "
                 "their heights and widths."
