@@ -33,6 +33,7 @@ CASES = {
     "filtered, cached features": "--augment false",
     "filtered, all layers": "--layers all",
     "filtered, all layers, `--batch 16 --accumulate 2`": "--layers all --batch 16 --accumulate 2",
+    "filtered, all layers, `--norm batch`": "--layers all --norm batch",
 }
 STEPS, SEEDS = 40, range(3)
 

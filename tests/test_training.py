@@ -11,9 +11,10 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -22,14 +23,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import gradfilter as gf
+from gradfilter.methods.text import method_from
 from gradfilter.progress import silent
 from gradfilter.training import checkpoint
-from gradfilter.training import dropout as dropout_module
-from gradfilter.training import processes as processes_module
-from gradfilter.training.dropout import SharedDropout
 from gradfilter.training.loop import Training
-from gradfilter.training.processes import Share, my_shares
-from gradfilter.training.relay import shared_split
+from gradfilter.training.relay import leaves_no_trace, shared_split
 from gradfilter.training.settings import Loop
 
 
@@ -54,18 +52,23 @@ TASK = gf.Classification(2)
 pytestmark = pytest.mark.usefixtures("vision")  # torchmetrics imports torchvision, which may warn
 
 
-def net() -> nn.Module:
+def net(method: str = "GradientFilter(2)", layers: str = "last:3", norm: Any = "fixed") -> nn.Module:
     torch.manual_seed(1)
     model = gf.models.build("tiny", classes=2)
     model.add_module("dropout", nn.Dropout(0.2))
-    return gf.apply_(model, gf.GradientFilter(2), "last:3")
+    return gf.apply_(model, method_from(method), layers, norm=norm)
 
 
 def training(
-    folder: Path | None = None, count: int = 22, accelerated: bool = False, **settings: Any
+    folder: Path | None = None,
+    count: int = 22,
+    accelerated: bool = False,
+    planned: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Training:
     loop = Loop(**{"epochs": 4, "batch": 4, "lr": 0.05, "momentum": 0.9, **settings})
-    model = gf.accelerate_(net()) if accelerated else net()
+    model = net(**planned or {})
+    model = gf.accelerate_(model) if accelerated else model
     return Training(model, Noisy(count), Noisy(10, noise=0), TASK, loop, folder=folder)
 
 
@@ -348,7 +351,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
 def test_a_batch_of_one_sample_has_no_statistics() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 16), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     made = Training(model, Noisy(5), None, TASK, Loop(epochs=1, batch=4))
-    with pytest.raises(gf.GradFilterError, match="so that no process is left with a single one"):
+    with pytest.raises(gf.GradFilterError, match="so that none is left with a single one"):
         made.run()
 
 
@@ -380,47 +383,90 @@ def run_together(folder: Path, work: str, processes: int = 2, **given: Any) -> N
 
 
 TRAINING = """
-torch.set_default_dtype(getattr(torch, given.pop("dtype", "float32")))
 from test_training import training
-own_dropout, uneven = given.pop("own_dropout", False), given.get("patience")
+forced, uneven = given.pop("forced", False), given.get("patience")
 made = training(folder / "run", **{"epochs": 3 if uneven else 2, **given})
-if own_dropout:
-    made.dropout._layers = []
 made.prepared = 1e4 * rank
-if uneven:  # batch statistics may give each process scores of its own
+if forced:
+    made._share_out = lambda: setattr(made, "shares_batches", True)
+if uneven:  # as on another processor
     made.evaluate = lambda: {"accuracy": 50.0 + made.step * rank}
+read, made._samples = [], lambda epoch, samples=made._samples: noting(samples(epoch))
 made.run()
+(folder / f"{rank}.json").write_text(json.dumps(len(read)))
+"""
+
+NOTING = """
+def noting(samples):
+    class Noted(torch.utils.data.Dataset):
+        def __getitem__(self, index):
+            read.append(index)
+            return samples[index]
+    return Noted()
 """
 
 
 def trained_together(folder: Path, processes: int = 2, **settings: Any) -> checkpoint.Checkpoint:
-    run_together(folder, TRAINING, processes, **settings)
+    run_together(folder, NOTING + TRAINING, processes, **settings)
     found = checkpoint.read(folder / "run")
     assert found is not None
     return found
 
 
+REMEMBERS = {"method": "SubspaceIteration(rank=2)"}
+EVERY, SHARED = "every step", "shared"
+
+
 @pytest.mark.parametrize(
-    ("processes", "settings"),
+    ("processes", "settings", "taken"),
     [
-        (2, {"accelerated": True, "count": 21}),  # the last batch has one sample
-        (2, {"accelerated": True, "steps": 3}),  # another process has features of a fourth one by then
-        (3, {"accelerated": True, "count": 30, "accumulate": 2}),  # the last round has two batches
-        (2, {"accelerated": False}),
+        # frozen layers
+        (2, {"accelerated": True, "count": 21}, SHARED),  # the last batch has one sample
+        (
+            2,
+            {"accelerated": True, "steps": 3},
+            SHARED,
+        ),  # another process has features of a fourth one by then
+        (3, {"accelerated": True, "count": 30, "accumulate": 2}, SHARED),  # the last round has two batches
+        # batches of a step
+        (2, {"accumulate": 2, "count": 40}, SHARED),
+        (
+            2,
+            {"accumulate": 2, "count": 21},
+            SHARED,
+        ),  # the last step has one batch, and the second process none
+        (2, {"accumulate": 3, "count": 25, "planned": {"layers": "all"}, "accelerated": True}, SHARED),
+        (3, {"accumulate": 4, "count": 32, "precision": "bf16"}, SHARED),
+        (3, {"accumulate": 2, "count": 20, "planned": {"method": "HOSVD(variance=0.8)"}}, SHARED),
+        # nothing
+        (2, {}, EVERY),
+        (2, {"accelerated": True, "planned": {"layers": "all"}}, EVERY),
+        (2, {"accumulate": 2, "planned": {"norm": "batch"}}, EVERY),
+        (2, {"accumulate": 2, "planned": REMEMBERS}, EVERY),
+        (2, {"accumulate": 2, "planned": {"method": "Quantized(bits=2)"}}, EVERY),
     ],
     ids=str,
 )
-def test_processes_that_share_frozen_layers_are_one_to_the_bit(
-    tmp_path: Path, processes: int, settings: dict[str, Any]
+def test_several_processes_are_one_to_the_bit(
+    tmp_path: Path, processes: int, settings: dict[str, Any], taken: str
 ) -> None:
-    """The control has no frozen part that can be split off: gradients are added up, in another order."""
     found = trained_together(tmp_path, processes, **settings)
     alone = training(**{"epochs": 2, **settings})
     alone.run()
-    is_same = [torch.equal(value, found.tensors[key]) for key, value in state(alone).items()]
-    assert all(is_same) == settings["accelerated"]
-    if settings["accelerated"]:
-        assert [e["loss"] for e in alone.history.epochs] == [e["loss"] for e in found.facts["epochs"]]
+    assert_same(state(alone), found.tensors)
+    assert [e["loss"] for e in alone.history.epochs] == [e["loss"] for e in found.facts["epochs"]]
+    read = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
+    assert (max(read) < 0.8 * len(cast(Noisy, alone.train)) * 2) == (taken == SHARED)
+
+
+@pytest.mark.parametrize("planned", [{"norm": "batch"}, REMEMBERS], ids=str)
+def test_batches_that_leave_a_trace_cannot_be_shared(tmp_path: Path, planned: dict[str, Any]) -> None:
+    """The negative control: shared all the same, they give other weights."""
+    found = trained_together(tmp_path, accumulate=2, planned=planned, forced=True)
+    alone = training(epochs=2, accumulate=2, planned=planned)
+    alone.run()
+    with pytest.raises(AssertionError):
+        assert_same(state(alone), found.tensors)
 
 
 SENDING = """
@@ -489,15 +535,12 @@ scores = made.evaluate()
 """
 
 
-@pytest.mark.parametrize(("settings", "counts"), [({}, [6, 4]), ({"precision": "bf16"}, [10, 10])])
-def test_processes_share_the_test_where_their_weights_are_the_same(
-    tmp_path: Path, settings: dict[str, Any], counts: list[int]
-) -> None:
-    """The control adds up gradients, and with batch statistics each may have other scores."""
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"accumulate": 2}], ids=str)
+def test_processes_share_the_test(tmp_path: Path, settings: dict[str, Any]) -> None:
     run_together(tmp_path, TESTING, **settings)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    scores = training(accelerated=True).evaluate()
-    assert found == [[scores, count] for count in counts]
+    scores = training(accelerated=True, **settings).evaluate()
+    assert found == [[scores, count] for count in (6, 4)]
 
 
 def _with(model: nn.Module, first: nn.Module) -> nn.Module:
@@ -550,110 +593,30 @@ def test_other_samples_and_mixed_precision_are_not_shared() -> None:
         assert shared_split(model, sample)[0] is None
 
 
-@pytest.mark.parametrize("count", [22, 21])  # of 21 samples the last batch has one: nothing for the second
-@pytest.mark.parametrize("dropout", ["shared", "own"])
-def test_two_processes_are_one(tmp_path: Path, count: int, dropout: str) -> None:
-    """Unless each of them draws dropout of its own."""
-    found = trained_together(tmp_path, count=count, own_dropout=dropout == "own")
-    alone = training(count=count, epochs=2)
-    alone.run()
-    is_same = [
-        torch.allclose(value, found.tensors[key], rtol=0, atol=1e-6) for key, value in state(alone).items()
-    ]
-    assert all(is_same) == (dropout == "shared")
-    if dropout == "own":
-        return
-    losses = [[epoch["loss"] for epoch in epochs] for epochs in (alone.history.epochs, found.facts["epochs"])]
-    assert losses[0] == pytest.approx(losses[1])
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_two_processes_differ_by_rounding_only(tmp_path: Path, dtype: str) -> None:
-    """So in float64 they agree a thousand million times better."""
-    found = trained_together(tmp_path, dtype=dtype)
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        alone = training(epochs=2)
-        alone.run()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    difference = max(
-        float((value - found.tensors[key]).abs().max())
-        for key, value in state(alone).items()
-        if value.numel()
-    )
-    assert (difference < 1e-14) == (dtype == "float64")
-
-
-@pytest.mark.parametrize("count", [40, 21])  # 21: the last step has one batch, and the second process none
-@pytest.mark.parametrize("accumulate", [2, 1])
-def test_whole_batches_of_two_processes_are_one_to_the_bit(
-    tmp_path: Path, count: int, accumulate: int
-) -> None:
-    """The control shares out the samples of every batch: its sums are others."""
-    found = trained_together(tmp_path, count=count, accumulate=accumulate)
-    alone = training(count=count, epochs=2, accumulate=accumulate)
-    alone.run()
-    is_same = [torch.equal(value, found.tensors[key]) for key, value in state(alone).items()]
-    assert all(is_same) == (accumulate == 2)
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
-@pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
-@pytest.mark.parametrize("sizes", [[4, 4, 4, 4], [4, 4, 1], [3], [1]], ids=str)
-def test_shares_make_up_the_step(
-    processes: int, accumulate: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = list(torch.arange(sum(sizes)).split(sizes))[:accumulate]
-    monkeypatch.setattr(processes_module, "together", lambda: processes)
-    taken: list[int] = []
-    for rank in range(processes):
-        monkeypatch.setattr(processes_module.dist, "get_rank", lambda rank=rank: rank)
-        mine = my_shares(step, accumulate)
-        assert mine
-        assert all(share.is_whole for share in mine if share.counts) or accumulate % processes
-        assert all(torch.equal(share.batch, step[share.number]) for share in mine)
-        assert all(share.is_whole for share in mine if not share.counts)  # one sample may have no statistics
-        taken += [index for share in mine if share.counts for index in share.batch[share.rows].tolist()]
-    assert sorted(taken) == torch.cat(step).tolist()
-
-
-@pytest.mark.parametrize("batch", [7, 1])
-@pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 4, 3), (5, 2, 4, 3)], ids=str)
-def test_processes_drop_together_what_one_would(
-    batch: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kinds = [nn.Dropout, {2: nn.Dropout1d, 3: nn.Dropout2d, 4: nn.Dropout3d}.get(len(shape), nn.Dropout)]
-    layers = nn.Sequential(*(kind(0.4) for kind in kinds))
-    layout = torch.channels_last if len(shape) == 3 else torch.contiguous_format
-    x = torch.randn(batch, *shape).contiguous(memory_format=layout)
-    torch.manual_seed(0)
-    whole = layers(x)
-    monkeypatch.setattr(dropout_module, "together", lambda: 2)
-    for rank in range(2):
-        rows = torch.arange(rank, batch, 2) if batch > rank else torch.tensor([0])
-        mine = x[rows].contiguous(memory_format=layout)
-        with SharedDropout(layers) as dropout:
-            dropout.share = Share(0, torch.arange(batch), rows)
-            torch.manual_seed(0)
-            assert torch.equal(layers(mine), whole[rows])
-            assert torch.equal(layers.eval()(mine), mine)
-            layers.train()
-    assert not any("forward" in layer.__dict__ for layer in layers)
-
-
-def test_dropout_is_called_by_keyword_and_a_forward_of_ones_own_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layers = nn.ModuleList([nn.Dropout(0.4), nn.Dropout(0.4)])
-    own = layers[1].__dict__["forward"] = lambda input: input + 1
-    monkeypatch.setattr(dropout_module, "together", lambda: 2)
-    x = torch.ones(2, 3)
-    with SharedDropout(layers) as dropout:
-        dropout.share = Share(0, torch.arange(4), torch.tensor([0, 2]))
-        assert layers[0](input=x).shape == x.shape
-        assert torch.equal(layers[1](input=x), x + 1)
-    assert layers[1].__dict__["forward"] is own
+@pytest.mark.parametrize(
+    ("planned", "expected"),
+    [
+        ({}, True),
+        ({"layers": "all"}, True),
+        ({"norm": "batch"}, False),
+        (REMEMBERS, False),
+        ({"method": "Quantized(bits=4)"}, False),
+        ({"method": "GradientFilter(2, store='int8')"}, False),
+        ({"method": "SparseUpdate(channels=0.5)"}, True),
+    ],
+    ids=str,
+)
+def test_traces_of_a_batch_are_found_and_wiped_away(planned: dict[str, Any], expected: bool) -> None:
+    model, x = net(**planned).train(), torch.randn(2, 3, 16, 16)
+    before = {**model.state_dict(), **gf.method_state(model)}
+    before = {name: value.clone() for name, value in before.items()}
+    for _ in range(2):
+        assert leaves_no_trace(model, lambda: model(x)) == expected
+        assert_same({**model.state_dict(), **gf.method_state(model)}, before)
+    model(x)  # what was remembered before stays
+    before = {name: value.clone() for name, value in gf.method_state(model).items()}
+    assert leaves_no_trace(model, lambda: model(x)) == expected
+    assert_same(gf.method_state(model), before)
 
 
 def test_two_processes_end_together(tmp_path: Path) -> None:

@@ -305,8 +305,6 @@ def _introduced(job: Job) -> Job:
         say(f"A batch of {config.batch} keeps {format_bytes(after)} for the backward{share}.")
         if config.norm != "batch" and _has_new_batch_norms(job.model):
             say("Some batch norms have seen no data yet, as in a new head; --norm batch may serve better.")
-        if config.norm == "batch" and together() > 1:
-            say("Each process may have batch statistics of its own samples; the first one's are kept.")
         processes = f"; {together()} processes" if together() > 1 else ""
         say(f"The run is in {job.run.path}{processes}.")
     return job

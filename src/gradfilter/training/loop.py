@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from ..allocator import give_back_freed_memory
 from ..cache import FeatureCache
@@ -23,22 +23,10 @@ from ..progress import Say, Tell, silent
 from ..seeding import seeded
 from ..splitting import Split
 from . import checkpoint
-from .dropout import SharedDropout
 from .interrupts import StopAsked, ignore_interrupts
 from .order import batches, random_seed
-from .processes import (
-    Share,
-    add_up_,
-    added_up,
-    any_of,
-    from_first,
-    is_first,
-    my_shares,
-    rank,
-    together,
-    whole,
-)
-from .relay import relayed, shared_split
+from .processes import added_up, any_of, from_first, is_first, rank, together
+from .relay import gathered, leaves_no_trace, relayed, shared_split
 from .schedule import rate_at
 from .settings import Loop
 
@@ -46,7 +34,7 @@ __all__ = ["History", "Task", "Training"]
 
 Samples = Dataset[tuple[Any, Any]] | Sequence[tuple[Any, Any]]
 Forward = Callable[[Any], Tensor]
-Batch = tuple[Any, Tensor, Share]  # inputs and targets of this process, and what they are of the step
+Batch = tuple[int, Any, Tensor]  # its number in the step, inputs and targets
 
 
 class Task(Protocol):
@@ -132,10 +120,9 @@ class Training:
         self.per_epoch = math.ceil(len(self._batches(0)) / loop.accumulate)
         self.steps = loop.steps or self.per_epoch * loop.epochs
         self.warmup = loop.warmup_steps or round(loop.warmup * self.per_epoch)
-        self.dropout = SharedDropout(model)
         self.body = _body(model, loop.head) if loop.head_steps else []
         self.frozen: Split | None = None  # where several processes share the frozen layers
-        self.takes_all = together() == 1  # of every step; else each process takes its share
+        self.shares_batches = False  # of every step
         self.step, self.losses = 0, [0.0, 0.0]
         self.seconds = self.waited = self.busy = 0.0  # in all; waiting for samples; in steps
         self.prepared = 0.0  # seconds before the first step, which count where time is limited
@@ -148,7 +135,7 @@ class Training:
         """
         written = started = time.monotonic()
         before = self.seconds
-        with StopAsked() as stop_asked, self.dropout:
+        with StopAsked() as stop_asked:
             self._share_out()
             while self.step < self.steps and not self.history.why_ended:
                 begun, waited = time.monotonic(), self.waited
@@ -206,10 +193,11 @@ class Training:
     def _rest_of_epoch(self) -> Iterator[list[Batch]]:
         """What this process takes of every step from the present one on."""
         epoch, done = divmod(self.step, self.per_epoch)
-        parts, size = self._batches(epoch), self.loop.accumulate
-        groups = [parts[at : at + size] for at in range(done * size, len(parts), size)]
-        steps = [whole(group) if self.takes_all else my_shares(group, size) for group in groups]
-        reads = [share.batch[share.rows].tolist() for step in steps for share in step]
+        batches, size = self._batches(epoch), self.loop.accumulate
+        steps = [list(enumerate(batches[at : at + size])) for at in range(done * size, len(batches), size)]
+        if self.shares_batches:
+            steps = [step[rank() :: together()] for step in steps]
+        reads = [indices.tolist() for step in steps for _, indices in step]
         samples, frozen = self._samples(epoch), self.frozen
         loader: Iterator[tuple[Any, Tensor]]
         if frozen:
@@ -220,33 +208,33 @@ class Training:
         else:
             loader = self._read(samples, reads)
         for step in steps:
-            yield [(inputs, targets, share) for share, (inputs, targets) in zip(step, loader, strict=False)]
+            yield [(number, *batch) for (number, _), batch in zip(step, loader, strict=False)]
 
     def _read(self, samples: Any, batches: list[list[int]]) -> Iterator[tuple[Any, Tensor]]:
         return self._timed(self._loader(samples, batch_sampler=batches))
 
     def _share_out(self) -> None:
-        """Decide what several processes share: frozen layers if they can, else the samples of every step.
-
-        With cached features nothing is left to share.
-        """
+        """Decide what several processes share: what changes no bit of the weights, so perhaps nothing."""
         if together() == 1:
             return
-        is_cached, why = isinstance(self.train, FeatureCache), ""
-        if not is_cached and self.forward is self.model:
-            inputs, _ = default_collate([self._samples(0)[0]])
-            with self._precision():
+        inputs, _ = next(read(DataLoader(self._samples(0), batch_sampler=[[0]])))
+        inputs = _channels_last(inputs)
+        with self._precision():
+            why = "Features of the frozen layers are cached."
+            if self.forward is self.model:
                 self.frozen, why = shared_split(self.model, inputs)
-        self.takes_all = is_cached or self.frozen is not None
-        if not is_first():
-            return
-        if is_cached:
-            self.say("With cached features each process takes every step; only tests are shared.")
-        elif not self.takes_all and self.loop.accumulate % together():
-            self.say(
-                f"{why} So gradients are added up, and results differ by rounding from those of one process, "
-                f"less or not with --accumulate {together()} and a smaller --batch."
-            )
+            if self.frozen:
+                return
+            self.model.train()
+            has_trace = any(any_of(not leaves_no_trace(self.model, lambda: self.forward(inputs))))
+        self.shares_batches = self.loop.accumulate > 1 and not has_trace
+        if is_first() and not self.shares_batches:
+            advice = f"To share steps, give --accumulate {together()} and a smaller --batch."
+            if has_trace:
+                advice = (
+                    "Each batch moves what the next one meets: batch statistics, or what a method remembers."
+                )
+            self.say(f"{why} So each process takes every step, and only tests are shared. {advice}")
 
     def _samples(self, epoch: int) -> Any:
         if isinstance(self.train, FeatureCache):
@@ -267,21 +255,14 @@ class Training:
                 return
             yield batch
 
-    def _take_step(self, group: list[Batch]) -> None:
+    def _take_step(self, step: list[Batch]) -> None:
         loop = self.loop
-        counts = [self.task.count(targets) if share.counts else 0 for _, targets, share in group]
-        total = sum(counts) if self.takes_all else added_up(sum(counts))
         self.model.train()
-        summed = 0.0
-        for (inputs, targets, share), count in zip(group, counts, strict=True):
-            # for dropout, whichever process has the batch
-            torch.manual_seed(random_seed(loop.seed, "step", self.step * loop.accumulate + share.number))
-            self.dropout.share = share
-            loss = self._loss(inputs, targets)
-            (loss * (count / max(1, total))).backward()
-            summed += float(loss.detach()) * count if count else 0.0
-        if not self.takes_all:
-            summed = added_up(summed)
+        count, total = len(step), sum(self.task.count(targets) for *_, targets in step)
+        if self.shares_batches:
+            count, total = added_up(count, total)
+        losses = self._backward(step, total)
+        summed = sum(gathered(losses, count, self.parameters) if self.shares_batches else losses)
         if not math.isfinite(summed):
             raise GradFilterError(
                 f"The loss of step {self.step + 1} is not finite, so the training was stopped; try again "
@@ -290,8 +271,6 @@ class Training:
         if self.step < loop.head_steps:
             for parameter in self.body:
                 parameter.grad = None
-        if not self.takes_all:
-            add_up_([p.grad for p in self.parameters if p.grad is not None])
         if loop.clip:
             nn.utils.clip_grad_norm_(self.parameters, loop.clip)
         rate = rate_at(self.step, self.steps, self.warmup, loop.lr, loop.schedule, loop.lr_end)
@@ -303,6 +282,15 @@ class Training:
         self.step += 1
         self.tell("training", self.step, self.steps)
 
+    def _backward(self, step: list[Batch], total: int) -> Iterator[float]:
+        """The loss of each batch, summed; its gradients are added to those that are there."""
+        for number, inputs, targets in step:
+            # for dropout, whichever process has the batch
+            torch.manual_seed(random_seed(self.loop.seed, "step", self.step * self.loop.accumulate + number))
+            loss, count = self._loss(inputs, targets), self.task.count(targets)
+            (loss * (count / max(1, total))).backward()
+            yield float(loss.detach()) * count if count else 0.0
+
     def _loss(self, inputs: Any, targets: Tensor) -> Tensor:
         try:
             with self._precision():
@@ -312,7 +300,7 @@ class Training:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise GradFilterError(
-                "A batch norm cannot take its statistics from one sample; choose a batch so that no process "
+                "A batch norm cannot take its statistics from one sample; choose a batch so that none "
                 "is left with a single one, or norm fixed."
             ) from None
 
@@ -335,7 +323,7 @@ class Training:
         waited = len(values) - 1 - values.index(max(values))
         if self.loop.patience and waited >= self.loop.patience and not history.why_ended:
             history.why_ended = f"{judge} had not grown for {waited} epochs"
-        history.why_ended = from_first(history.why_ended)  # batch statistics differ, and so may scores
+        history.why_ended = from_first(history.why_ended)  # on other processors scores may differ
         if self.on_epoch is not None and is_first():
             self.on_epoch(history)
 
@@ -345,11 +333,9 @@ class Training:
         self.model.eval()
         count = len(cast(Sized, self.test))
         reads = [list(part) for part in torch.arange(count).split(self.loop.batch)]
-        # with weights that are the same everywhere, each process tests its share of the batches
-        mine = reads[rank() :: together()] if self.takes_all else reads
-        loader = self._loader(self.test, batch_sampler=mine)
+        loader = self._loader(self.test, batch_sampler=reads[rank() :: together()])
         found = ((self.forward(_channels_last(inputs)), targets) for inputs, targets in loader)
-        return self.task.score(relayed(found, len(reads)) if self.takes_all else found)
+        return self.task.score(relayed(found, len(reads)))
 
     def _is_over_time(self) -> bool:
         return bool(self.loop.minutes) and self.prepared + self.seconds >= 60 * self.loop.minutes

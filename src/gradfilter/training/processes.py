@@ -1,4 +1,4 @@
-"""Several processes that train one model: each takes its share of every step, gradients are added up.
+"""Several processes that train one model: who they are, and what they tell each other.
 
 Without ``torch.distributed`` there is one process, and nothing here costs anything.
 """
@@ -14,18 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
-    "Share",
-    "add_up_",
     "added_up",
     "any_of",
     "from_first",
     "from_process",
     "is_first",
-    "my_shares",
     "rank",
     "settle",
     "together",
-    "whole",
 ]
 
 T = TypeVar("T")
@@ -46,71 +42,18 @@ def is_first() -> bool:
     return rank() == 0
 
 
-class Share(NamedTuple):
-    """What a process takes of one batch of a step.
-
-    number: of the batch in its step
-    batch: the indices of all its samples
-    rows: which of them are this process's
-    counts: False for a stand-in
-    """
-
-    number: int
-    batch: Tensor
-    rows: Tensor
-    counts: bool = True
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.rows) == len(self.batch)
-
-
-def whole(step: Sequence[Tensor]) -> list[Share]:
-    """All of the batches of a step."""
-    return [Share(n, batch, torch.arange(len(batch))) for n, batch in enumerate(step)]
-
-
-def my_shares(step: Sequence[Tensor], accumulate: int) -> list[Share]:
-    """This process's part of the batches of a step, of which a full one has ``accumulate``.
-
-    Whole batches if every process gets as many: then no sum within a batch differs from one process's.
-    Else some samples of every batch. A process that would have none takes a batch that does not count: all
-    of them take every step.
-    """
-    if accumulate % together() == 0:
-        mine = whole(step)[rank() :: together()]
-    else:
-        rows = (torch.arange(len(batch))[rank() :: together()] for batch in step)
-        mine = [Share(n, batch, r) for n, (batch, r) in enumerate(zip(step, rows, strict=True)) if len(r)]
-    return mine or [whole(step)[0]._replace(counts=False)]
-
-
-def add_up_(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over all processes, in one message."""
-    if together() == 1 or not tensors:
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat)
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
-
-
-def added_up(number: float) -> float:
-    """The sum of the processes' numbers."""
+def added_up(*numbers: int) -> list[int]:
+    """The sums of the processes' numbers, one by one."""
     if together() == 1:
-        return number
-    total = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total)
+        return list(numbers)
+    totals = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(totals)
+    return [int(total) for total in totals]
 
 
 def any_of(*flags: bool) -> list[bool]:
     """Whether any process says so, flag by flag: what one of them does alone, the others would wait for."""
-    if together() == 1:
-        return list(flags)
-    votes = torch.tensor(flags, dtype=torch.int64)
-    dist.all_reduce(votes)
-    return [bool(vote) for vote in votes]
+    return [bool(votes) for votes in added_up(*map(int, flags))]
 
 
 def settle() -> None:

@@ -1,13 +1,14 @@
-"""Several processes and layers that are the same in all: each runs them for its share of the batches.
+"""What several processes share of a training without changing a bit of it.
 
-What is exchanged are features and targets of the frozen layers. Every process then takes every step of the
-trained layers as one alone would, with the very calls: so the weights are the same bits, which sums of
-gradients could not be. Tests exchange outputs.
+The frozen layers, if they are a pure function: each process runs them for every n-th batch, features and
+targets are exchanged, and every process takes every step of the trained layers as one alone would, with the
+very calls. Or the batches of a step, if it has several and none leaves a trace that the next one sees: their
+gradients are exchanged and added up in the order of the batches. Tests exchange outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from ..errors import GradFilterError
 from ..seeding import seeded
 from ..splitting import Split, split
+from ..state import load_method_state_, method_state
 from .processes import any_of, from_process, rank, together
 
-__all__ = ["relayed", "shared_split"]
+__all__ = ["gathered", "leaves_no_trace", "relayed", "shared_split"]
 
 
 def shared_split(model: nn.Module, example: Any) -> tuple[Split | None, str]:
@@ -39,16 +41,35 @@ def shared_split(model: nn.Module, example: Any) -> tuple[Split | None, str]:
 
 def _is_pure(model: nn.Module, parts: Split, example: Tensor) -> bool:
     """Whether the frozen part neither draws random numbers nor changes anything, as dropout and norms may."""
-    before = [buffer.clone() for buffer in model.buffers()]
-    with seeded(0):
-        state = torch.get_rng_state()
-        try:
-            parts.prefix(example)
-        except (RuntimeError, ValueError):  # a batch norm has no statistics of one sample
-            return False
-        finally:
-            unchanged = [_put_back(now, then) for now, then in zip(model.buffers(), before, strict=True)]
-        return all(unchanged) and torch.equal(state, torch.get_rng_state())
+    states = []
+
+    def run() -> None:
+        states.append(torch.get_rng_state())
+        parts.prefix(example)
+        states.append(torch.get_rng_state())
+
+    return leaves_no_trace(model, run) and torch.equal(*states)
+
+
+def leaves_no_trace(model: nn.Module, run: Callable[[], object]) -> bool:
+    """Whether it changes no statistics of norms and nothing that methods remember; all is put back.
+
+    What cannot run leaves a trace: a batch norm has no statistics of one sample.
+    """
+    buffers, memory = [buffer.clone() for buffer in model.buffers()], method_state(model)
+    try:
+        with seeded(0):
+            run()
+        remembered = method_state(model)
+    except (RuntimeError, ValueError):
+        return False
+    finally:
+        unchanged = [_put_back(now, then) for now, then in zip(model.buffers(), buffers, strict=True)]
+        load_method_state_(model, memory)
+    same_memory = remembered.keys() == memory.keys() and all(
+        torch.equal(remembered[name], memory[name]) for name in memory
+    )
+    return same_memory and all(unchanged)
 
 
 @torch.no_grad()
@@ -67,3 +88,28 @@ def relayed(mine: Iterable[Sequence[Any]], count: int) -> Iterator[Any]:
         made = next(own) if first + rank() < count else ()
         for owner in range(min(together(), count - first)):
             yield from_process(owner, made)
+
+
+def gathered(losses: Iterable[float], count: int, parameters: Sequence[nn.Parameter]) -> Iterator[float]:
+    """The losses of ``count`` batches, and the sums of their gradients, in the order of the batches.
+
+    losses: of every n-th batch, this process's; each comes with its gradients in ``parameters``.
+    """
+    own = ([loss, *_taken_gradients(parameters)] for loss in losses)
+    sums: list[Tensor | None] = [None] * len(parameters)
+    for loss, *gradients in relayed(own, count):
+        sums = [_sum(one, other) for one, other in zip(sums, gradients, strict=True)]
+        yield loss
+    for parameter, gradient in zip(parameters, sums, strict=True):
+        parameter.grad = gradient
+
+
+def _taken_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    found = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return found
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one.add_(other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ def _exact_fits(kept: int) -> bool:
 
 
 def _exact_step(job: Job, training: Training) -> float:
-    """Milliseconds of a step of exact training, of the same layers and as many samples as a process takes."""
+    """Milliseconds of a step of exact training, of the same layers and as many batches as a process takes."""
     plain = train_plainly_(restore_(copy.deepcopy(job.model)), job.plan)
     inputs, targets = _batch(job)
     parameters = [p for p in plain.parameters() if p.requires_grad]
@@ -91,7 +92,7 @@ def _exact_step(job: Job, training: Training) -> float:
         return time.perf_counter() - start
 
     once = 1e3 * median_of(in_turn({"exact": step}, ROUNDS, 1)["exact"]).median
-    return once * job.config.accumulate / (1 if training.takes_all else together())
+    return once * math.ceil(job.config.accumulate / (together() if training.shares_batches else 1))
 
 
 def _batch(job: Job) -> tuple[Tensor, Tensor]:
