@@ -613,10 +613,19 @@ def test_traces_of_a_batch_are_found_and_wiped_away(planned: dict[str, Any], exp
     for _ in range(2):
         assert leaves_no_trace(model, lambda: model(x)) == expected
         assert_same({**model.state_dict(), **gf.method_state(model)}, before)
-    model(x)  # what was remembered before stays
+    model(x)  # what is remembered from before stays
     before = {name: value.clone() for name, value in gf.method_state(model).items()}
     assert leaves_no_trace(model, lambda: model(x)) == expected
     assert_same(gf.method_state(model), before)
+
+
+def test_calibration_of_an_int8_prefix_is_a_trace() -> None:
+    model, x = gf.accelerate_(net(), prefix="int8", calibration=1), torch.randn(2, 3, 16, 16)
+    called: list[int] = []
+    assert not leaves_no_trace(model, lambda: called.append(1))
+    assert not called
+    model(x)
+    assert leaves_no_trace(model, lambda: called.append(1))
 
 
 def test_two_processes_end_together(tmp_path: Path) -> None:
