@@ -296,10 +296,10 @@ def test_two_processes_segment_as_one(masked: Path, tmp_path: Path, augment: str
     ("options", "advice"),
     [
         ("--augment true", ""),  # frozen layers are shared
-        ("--augment false", "--accumulate 2"),  # cached features leave nothing to share
+        ("--augment false", "are cached"),  # nothing is left to share
         ("--layers all", "--accumulate 2"),
         ("--layers all --batch 2 --accumulate 2", ""),  # batches are shared
-        ("--layers all --batch 4 --norm batch", "batch statistics"),
+        ("--layers all --batch 4 --accumulate 2 --norm batch", "batch statistics"),
     ],
 )
 def test_two_processes_are_one(tmp_path: Path, options: str, advice: str) -> None:
@@ -315,6 +315,7 @@ def test_two_processes_are_one(tmp_path: Path, options: str, advice: str) -> Non
         for report in reports
     ]
     assert scores[0] == scores[1]
+    assert reports[0].confusion == reports[1].confusion
 
 
 def test_what_one_process_cannot_cache_none_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

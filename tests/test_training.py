@@ -59,16 +59,31 @@ def net(method: str = "GradientFilter(2)", layers: str = "last:3", norm: Any = "
     return gf.apply_(model, method_from(method), layers, norm=norm)
 
 
+class Crowded(nn.Module):
+    """Changed by every batch of more than one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and len(x) > 1:
+            self.seen += 1
+        return x / self.seen.clamp(min=1)
+
+
 def training(
     folder: Path | None = None,
     count: int = 22,
     accelerated: bool = False,
+    crowded: bool = False,
     planned: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Training:
     loop = Loop(**{"epochs": 4, "batch": 4, "lr": 0.05, "momentum": 0.9, **settings})
     model = net(**planned or {})
     model = gf.accelerate_(model) if accelerated else model
+    model = nn.Sequential(model, Crowded()) if crowded else model
     return Training(model, Noisy(count), Noisy(10, noise=0), TASK, loop, folder=folder)
 
 
@@ -289,6 +304,22 @@ def test_samples_do_not_depend_on_who_reads_them() -> None:
     assert_same(state(one), state(two))
 
 
+def test_samples_are_asked_for_by_whole_numbers_and_gradients_begin_at_none() -> None:
+    """Hugging Face's sets take no tensors; what somebody left in .grad is no part of a step."""
+
+    class Strict(Noisy):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            assert type(index) is int
+            return super().__getitem__(index)
+
+    made, clean = (Training(net(), Strict(8), Strict(4), TASK, Loop(epochs=1, batch=4)) for _ in range(2))
+    for parameter in made.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    made.run()
+    clean.run()
+    assert_same(state(made), state(clean))
+
+
 def test_accumulated_batches_are_one_large_batch() -> None:
     large, small = training(epochs=1, batch=8, clip=0), training(epochs=1, batch=4, accumulate=2, clip=0)
     for made in (large, small):
@@ -384,9 +415,12 @@ def run_together(folder: Path, work: str, processes: int = 2, **given: Any) -> N
 
 TRAINING = """
 from test_training import training
-forced, uneven = given.pop("forced", False), given.get("patience")
+from torch import nn
+forced, unlike, uneven = given.pop("forced", False), given.pop("unlike", False), given.get("patience")
 made = training(folder / "run", **{"epochs": 3 if uneven else 2, **given})
 made.prepared = 1e4 * rank
+if unlike and rank:
+    nn.init.ones_(next(iter(made.model.parameters())))
 if forced:
     made._share_out = lambda: setattr(made, "shares_batches", True)
 if uneven:  # as on another processor
@@ -430,17 +464,14 @@ EVERY, SHARED = "every step", "shared"
         (3, {"accelerated": True, "count": 30, "accumulate": 2}, SHARED),  # the last round has two batches
         # batches of a step
         (2, {"accumulate": 2, "count": 40}, SHARED),
-        (
-            2,
-            {"accumulate": 2, "count": 21},
-            SHARED,
-        ),  # the last step has one batch, and the second process none
+        (2, {"accumulate": 2, "count": 17}, SHARED),  # the second process has none of the last step
         (2, {"accumulate": 3, "count": 25, "planned": {"layers": "all"}, "accelerated": True}, SHARED),
         (3, {"accumulate": 4, "count": 32, "precision": "bf16"}, SHARED),
         (3, {"accumulate": 2, "count": 20, "planned": {"method": "HOSVD(variance=0.8)"}}, SHARED),
         # nothing
         (2, {}, EVERY),
         (2, {"accelerated": True, "planned": {"layers": "all"}}, EVERY),
+        (2, {"accumulate": 2, "crowded": True}, EVERY),
         (2, {"accumulate": 2, "planned": {"norm": "batch"}}, EVERY),
         (2, {"accumulate": 2, "planned": REMEMBERS}, EVERY),
         (2, {"accumulate": 2, "planned": {"method": "Quantized(bits=2)"}}, EVERY),
@@ -457,6 +488,14 @@ def test_several_processes_are_one_to_the_bit(
     assert [e["loss"] for e in alone.history.epochs] == [e["loss"] for e in found.facts["epochs"]]
     read = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
     assert (max(read) < 0.8 * len(cast(Noisy, alone.train)) * 2) == (taken == SHARED)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_processes_begin_with_the_weights_of_the_first(tmp_path: Path, accumulate: int) -> None:
+    found = trained_together(tmp_path, accumulate=accumulate, planned={"layers": "all"}, unlike=True)
+    alone = training(epochs=2, accumulate=accumulate, planned={"layers": "all"})
+    alone.run()
+    assert_same(state(alone), found.tensors)
 
 
 @pytest.mark.parametrize("planned", [{"norm": "batch"}, REMEMBERS], ids=str)

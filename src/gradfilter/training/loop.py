@@ -26,7 +26,7 @@ from . import checkpoint
 from .interrupts import StopAsked, ignore_interrupts
 from .order import batches, random_seed
 from .processes import added_up, any_of, from_first, is_first, rank, together
-from .relay import gathered, leaves_no_trace, relayed, shared_split
+from .relay import begin_alike_, gathered, leaves_no_trace, relayed, shared_split
 from .schedule import rate_at
 from .settings import Loop
 
@@ -136,7 +136,9 @@ class Training:
         written = started = time.monotonic()
         before = self.seconds
         with StopAsked() as stop_asked:
-            self._share_out()
+            self.optimizer.zero_grad()  # what somebody else left there
+            if together() > 1 and self.step < self.steps:
+                self._share_out()
             while self.step < self.steps and not self.history.why_ended:
                 begun, waited = time.monotonic(), self.waited
                 for batch in self._rest_of_epoch():
@@ -215,26 +217,30 @@ class Training:
 
     def _share_out(self) -> None:
         """Decide what several processes share: what changes no bit of the weights, so perhaps nothing."""
-        if together() == 1:
-            return
-        inputs, _ = next(read(DataLoader(self._samples(0), batch_sampler=[[0]])))
-        inputs = _channels_last(inputs)
-        with self._precision():
-            why = "Features of the frozen layers are cached."
-            if self.forward is self.model:
-                self.frozen, why = shared_split(self.model, inputs)
-            if self.frozen:
-                return
-            self.model.train()
-            has_trace = any(any_of(not leaves_no_trace(self.model, lambda: self.forward(inputs))))
-        self.shares_batches = self.loop.accumulate > 1 and not has_trace
-        if is_first() and not self.shares_batches:
-            advice = f"To share steps, give --accumulate {together()} and a smaller --batch."
-            if has_trace:
-                advice = (
-                    "Each batch moves what the next one meets: batch statistics, or what a method remembers."
-                )
-            self.say(f"{why} So each process takes every step, and only tests are shared. {advice}")
+        begin_alike_(self.model)
+        why, advice = "Features of the frozen layers are cached.", ""
+        if self.forward is self.model:
+            with self._precision():
+                self.frozen, why = shared_split(self.model, self._inputs([0]))
+                if self.frozen is None and self.loop.accumulate > 1:
+                    self.model.train()
+                    first = self._inputs(self._batches(0)[0].tolist())
+                    has_trace = not leaves_no_trace(self.model, lambda: self.model(first))
+                    self.shares_batches = not any(any_of(has_trace))
+                    advice = (
+                        "A batch moves what the next one meets: batch statistics, or what methods remember."
+                    )
+                else:
+                    advice = (
+                        f"With --accumulate {together()} and a smaller --batch they may share its batches."
+                    )
+        if is_first() and not (self.frozen or self.shares_batches):
+            self.say(f"{why} So each process takes every step, and only tests are shared. {advice}".rstrip())
+
+    def _inputs(self, indices: list[int]) -> Any:
+        """Those of a batch of these samples."""
+        inputs, _ = next(read(DataLoader(self._samples(0), batch_sampler=[indices])))
+        return _channels_last(inputs)
 
     def _samples(self, epoch: int) -> Any:
         if isinstance(self.train, FeatureCache):
@@ -258,11 +264,12 @@ class Training:
     def _take_step(self, step: list[Batch]) -> None:
         loop = self.loop
         self.model.train()
-        count, total = len(step), sum(self.task.count(targets) for *_, targets in step)
+        total: float = sum(self.task.count(targets) for *_, targets in step)
         if self.shares_batches:
-            count, total = added_up(count, total)
-        losses = self._backward(step, total)
-        summed = sum(gathered(losses, count, self.parameters) if self.shares_batches else losses)
+            count, total = added_up(len(step), total)
+            summed = sum(gathered(self._backward(step, total), int(count), self.parameters))
+        else:
+            summed = sum(self._backward(step, total))
         if not math.isfinite(summed):
             raise GradFilterError(
                 f"The loss of step {self.step + 1} is not finite, so the training was stopped; try again "
@@ -282,7 +289,7 @@ class Training:
         self.step += 1
         self.tell("training", self.step, self.steps)
 
-    def _backward(self, step: list[Batch], total: int) -> Iterator[float]:
+    def _backward(self, step: list[Batch], total: float) -> Iterator[float]:
         """The loss of each batch, summed; its gradients are added to those that are there."""
         for number, inputs, targets in step:
             # for dropout, whichever process has the batch
@@ -332,7 +339,7 @@ class Training:
         """The scores on the test set."""
         self.model.eval()
         count = len(cast(Sized, self.test))
-        reads = [list(part) for part in torch.arange(count).split(self.loop.batch)]
+        reads = [part.tolist() for part in torch.arange(count).split(self.loop.batch)]
         loader = self._loader(self.test, batch_sampler=reads[rank() :: together()])
         found = ((self.forward(_channels_last(inputs)), targets) for inputs, targets in loader)
         return self.task.score(relayed(found, len(reads)))

@@ -5,6 +5,7 @@ Without ``torch.distributed`` there is one process, and nothing here costs anyth
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -42,13 +43,13 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def added_up(*numbers: int) -> list[int]:
+def added_up(*numbers: float) -> list[float]:
     """The sums of the processes' numbers, one by one."""
     if together() == 1:
         return list(numbers)
-    totals = torch.tensor(numbers, dtype=torch.int64)
+    totals = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(totals)
-    return [int(total) for total in totals]
+    return [float(total) for total in totals]
 
 
 def any_of(*flags: bool) -> list[bool]:
@@ -74,6 +75,16 @@ class _Form(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def span(self) -> int:
+        """The bytes from its first number to its last one, with those in between that are not its own."""
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize if math.prod(self.shape) else 0
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The tensor whose numbers begin where these bytes do."""
+        return memory[: self.span].view(self.dtype).as_strided(self.shape, self.stride)
+
 
 def from_process(owner: int, values: Sequence[Any]) -> Sequence[Any]:
     """The values that one of the processes has, for all; tensors laid out in memory as they are there."""
@@ -81,24 +92,30 @@ def from_process(owner: int, values: Sequence[Any]) -> Sequence[Any]:
         return values
     is_owner = rank() == owner
     told = _told(owner, [_form_or_value(value) for value in values] if is_owner else [])
+    forms = [form for form in told if isinstance(form, _Form)]
+    # one message for all of them; padded, because what lies unaligned may be added up in another order
+    memory = torch.empty(sum(map(_padded, forms)), dtype=torch.uint8)
+    parts = memory.split([_padded(form) for form in forms])
     if is_owner:
-        found = list(values)
-    else:
-        found = [torch.empty_strided(*t[:2], dtype=t.dtype) if isinstance(t, _Form) else t for t in told]
-    for value, form in zip(found, told, strict=True):
-        if isinstance(form, _Form) and value.numel():
-            dist.broadcast(_memory_of(value), owner)
-    return found
+        tensors = (value for value in values if type(value) is Tensor)
+        for part, form, tensor in zip(parts, forms, tensors, strict=True):
+            if form.span:
+                numbers = form.span // form.dtype.itemsize
+                part[: form.span].copy_(tensor.detach().as_strided((numbers,), (1,)).view(torch.uint8))
+    if memory.numel():
+        dist.broadcast(memory, owner)
+    if is_owner:
+        return list(values)
+    received = (form.of(part) for form, part in zip(forms, parts, strict=True))
+    return [next(received) if isinstance(value, _Form) else value for value in told]
+
+
+def _padded(form: _Form) -> int:
+    return -(-form.span // 64) * 64
 
 
 def _form_or_value(value: Any) -> Any:
     return _Form(tuple(value.shape), value.stride(), value.dtype) if type(value) is Tensor else value
-
-
-def _memory_of(tensor: Tensor) -> Tensor:
-    """The bytes from its first number to its last one, with those in between that are not its own."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.detach().as_strided((last + 1,), (1,)).view(torch.uint8)
 
 
 def _told(owner: int, value: T) -> T:

@@ -20,7 +20,7 @@ from ..splitting import Split, split
 from ..state import load_method_state_, method_state
 from .processes import any_of, from_process, rank, together
 
-__all__ = ["gathered", "leaves_no_trace", "relayed", "shared_split"]
+__all__ = ["begin_alike_", "gathered", "leaves_no_trace", "relayed", "shared_split"]
 
 
 def shared_split(model: nn.Module, example: Any) -> tuple[Split | None, str]:
@@ -73,6 +73,13 @@ def leaves_no_trace(model: nn.Module, run: Callable[[], object]) -> bool:
         torch.equal(remembered[name], memory[name]) for name in memory
     )
     return same_memory and all(unchanged)
+
+
+def begin_alike_(model: nn.Module) -> None:
+    """Give a model the numbers that the first process's model has, where it has others."""
+    own = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    for now, firsts in zip(own, from_process(0, own), strict=True):
+        _put_back(now, firsts)
 
 
 @torch.no_grad()

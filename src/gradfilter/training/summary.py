@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from ..masks import overlay_png, picture_png
 from ..prediction import Mask, predict
 from ..surgery import restore_
 from .loop import Training
-from .processes import together
 from .report import Comparison, Overlay, Report, plan_facts
 from .saved import open_run
 
@@ -79,7 +77,7 @@ def _exact_fits(kept: int) -> bool:
 
 
 def _exact_step(job: Job, training: Training) -> float:
-    """Milliseconds of a step of exact training, of the same layers and as many batches as a process takes."""
+    """Milliseconds of a step of exact training, of the same layers and as many samples."""
     plain = train_plainly_(restore_(copy.deepcopy(job.model)), job.plan)
     inputs, targets = _batch(job)
     parameters = [p for p in plain.parameters() if p.requires_grad]
@@ -92,7 +90,7 @@ def _exact_step(job: Job, training: Training) -> float:
         return time.perf_counter() - start
 
     once = 1e3 * median_of(in_turn({"exact": step}, ROUNDS, 1)["exact"]).median
-    return once * math.ceil(job.config.accumulate / (together() if training.shares_batches else 1))
+    return once * job.config.accumulate
 
 
 def _batch(job: Job) -> tuple[Tensor, Tensor]:

@@ -99,4 +99,5 @@ def _as_large(output: Any, target: Tensor, classes: int) -> Tensor:
 
 
 def _metric(name: str, **settings: Any) -> Any:
-    return getattr(library("torchmetrics", "train").classification, name)(**settings)
+    kind = getattr(library("torchmetrics", "train").classification, name)
+    return kind(sync_on_compute=False, **settings)  # each of several processes sees all outputs
