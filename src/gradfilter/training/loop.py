@@ -218,24 +218,24 @@ class Training:
     def _share_out(self) -> None:
         """Decide what several processes share: what changes no bit of the weights, so perhaps nothing."""
         begin_alike_(self.model)
-        why, advice = "Features of the frozen layers are cached.", ""
+        why, also = "Features of the frozen layers are cached.", ""
         if self.forward is self.model:
             with self._precision():
                 self.frozen, why = shared_split(self.model, self._inputs([0]))
-                if self.frozen is None and self.loop.accumulate > 1:
-                    self.model.train()
-                    first = self._inputs(self._batches(0)[0].tolist())
-                    has_trace = not leaves_no_trace(self.model, lambda: self.model(first))
-                    self.shares_batches = not any(any_of(has_trace))
-                    advice = (
-                        "A batch moves what the next one meets: batch statistics, or what methods remember."
-                    )
-                else:
-                    advice = (
-                        f"With --accumulate {together()} and a smaller --batch they may share its batches."
-                    )
+                also = "" if self.frozen else self._why_no_batches()
+                self.shares_batches = not (self.frozen or also)
         if is_first() and not (self.frozen or self.shares_batches):
-            self.say(f"{why} So each process takes every step, and only tests are shared. {advice}".rstrip())
+            self.say(f"{why} So each process takes every step, and only tests are shared. {also}".rstrip())
+
+    def _why_no_batches(self) -> str:
+        """Why processes cannot share the batches of a step; the same in all of them."""
+        if self.loop.accumulate == 1:
+            return f"With --accumulate {together()} and a smaller --batch they may share its batches."
+        self.model.train()
+        inputs = self._inputs(self._batches(0)[0].tolist())
+        has_trace = not leaves_no_trace(self.model, lambda: self.model(inputs))
+        why = "A batch moves what the next one meets: batch statistics, or what methods remember."
+        return why if any(any_of(has_trace)) else ""
 
     def _inputs(self, indices: list[int]) -> Any:
         """Those of a batch of these samples."""
