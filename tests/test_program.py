@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gradfilter as gf
 from gradfilter import native
+from gradfilter.graphs import why_untraceable
 from gradfilter.native.inverted_residual import is_built
 from gradfilter.ops import fused
 from gradfilter.ops.inverted_residual import InvertedResidual
@@ -715,3 +716,25 @@ def test_a_test_through_the_tail_leaves_what_methods_remember() -> None:
         parts.tail(parts.prefix(torch.randn(4, 3, 32, 32)))
     after = gf.method_state(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+class Counter(nn.Module):
+    """Adds up in a buffer, which torch.fx would fill with a stand-in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self._buffers["last"] = x
+        return self.conv(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("model", [Counter(), nn.Sequential(Counter(), nn.ReLU())], ids=["whole", "part"])
+def test_tracing_leaves_buffers_as_they_were(model: nn.Module) -> None:
+    before = dict(model.named_buffers())
+    assert why_untraceable(model)
+    assert dict(model.named_buffers()).keys() == before.keys()
+    assert all(tensor is before[name] for name, tensor in model.named_buffers())

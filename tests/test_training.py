@@ -59,15 +59,16 @@ def net(method: str = "GradientFilter(2)", layers: str = "last:3", norm: Any = "
     return gf.apply_(model, method_from(method), layers, norm=norm)
 
 
-class Crowded(nn.Module):
-    """Changed by every batch of more than one sample."""
+class Counting(nn.Module):
+    """Changed by every batch of more than one sample in training, or by every batch of a test."""
 
-    def __init__(self) -> None:
+    def __init__(self, during: str) -> None:
         super().__init__()
+        self.during = during
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and len(x) > 1:
+        if self.during == ("training" if self.training else "test") and (len(x) > 1 or not self.training):
             self.seen += 1
         return x / self.seen.clamp(min=1)
 
@@ -76,14 +77,14 @@ def training(
     folder: Path | None = None,
     count: int = 22,
     accelerated: bool = False,
-    crowded: bool = False,
+    counting: str = "",
     planned: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Training:
     loop = Loop(**{"epochs": 4, "batch": 4, "lr": 0.05, "momentum": 0.9, **settings})
     model = net(**planned or {})
     model = gf.accelerate_(model) if accelerated else model
-    model = nn.Sequential(model, Crowded()) if crowded else model
+    model = nn.Sequential(model, Counting(counting)) if counting else model
     return Training(model, Noisy(count), Noisy(10, noise=0), TASK, loop, folder=folder)
 
 
@@ -466,12 +467,13 @@ EVERY, SHARED = "every step", "shared"
         (2, {"accumulate": 2, "count": 40}, SHARED),
         (2, {"accumulate": 2, "count": 17}, SHARED),  # the second process has none of the last step
         (2, {"accumulate": 3, "count": 25, "planned": {"layers": "all"}, "accelerated": True}, SHARED),
+        (2, {"accumulate": 2, "count": 40, "counting": "test"}, SHARED),  # but not the tests
         (3, {"accumulate": 4, "count": 32, "precision": "bf16"}, SHARED),
         (3, {"accumulate": 2, "count": 20, "planned": {"method": "HOSVD(variance=0.8)"}}, SHARED),
         # nothing
         (2, {}, EVERY),
         (2, {"accelerated": True, "planned": {"layers": "all"}}, EVERY),
-        (2, {"accumulate": 2, "crowded": True}, EVERY),
+        (2, {"accumulate": 2, "counting": "training"}, EVERY),
         (2, {"accumulate": 2, "planned": {"norm": "batch"}}, EVERY),
         (2, {"accumulate": 2, "planned": REMEMBERS}, EVERY),
         (2, {"accumulate": 2, "planned": {"method": "Quantized(bits=2)"}}, EVERY),
@@ -496,6 +498,34 @@ def test_processes_begin_with_the_weights_of_the_first(tmp_path: Path, accumulat
     alone = training(epochs=2, accumulate=accumulate, planned={"layers": "all"})
     alone.run()
     assert_same(state(alone), found.tensors)
+
+
+FITTING = """
+import gradfilter as gf
+from test_training import Noisy, TASK, fitted
+model = fitted(rank, given["method"], given["cache"])
+torch.save(model.state_dict(), folder / f"{rank}.pt")
+"""
+
+
+def fitted(seed: int, method: str, cache: bool) -> nn.Module:
+    torch.manual_seed(seed)
+    model = gf.models.build("tiny", classes=2).eval()
+    settings = {"cache": cache, "epochs": 1, "batch": 4, "accumulate": 2}
+    gf.fit(model, Noisy(16, 0), Noisy(8, 0), TASK, method_from(method), "last:3", **settings)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("method", "cache"), [("GradientFilter(2)", True), ("SparseUpdate(channels=0.5)", False)], ids=str
+)
+def test_models_with_other_weights_are_those_of_the_first_before_anything_looks_at_them(
+    tmp_path: Path, method: str, cache: bool
+) -> None:
+    run_together(tmp_path, FITTING, method=method, cache=cache)
+    alone = fitted(0, method, cache).state_dict()
+    for rank in range(2):
+        assert_same(alone, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("planned", [{"norm": "batch"}, REMEMBERS], ids=str)

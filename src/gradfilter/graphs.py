@@ -55,16 +55,17 @@ def trace_module(module: nn.Module) -> Graph:
         base = base.gradfilter_base
     shell = base.__new__(base)
     shell.__dict__ = dict(module.__dict__)  # what tracing or a forward sets goes there
-    inside = [part for part in module.modules() if part is not module]
-    before = [dict(part.__dict__) for part in inside]
+    inside = [part.__dict__ for part in module.modules() if part is not module]
+    inside += [held for p in module.modules() for held in (p._parameters, p._buffers, p._modules)]
+    before = [dict(names) for names in inside]
     with _tracing, torch.no_grad():  # inside, modules run as their own classes do
         try:
             graph = _Tracer().trace(shell)
         finally:
-            changed = [p for p, known in zip(inside, before, strict=True) if not _same(p.__dict__, known)]
-            for part, known in zip(inside, before, strict=True):
-                part.__dict__.clear()
-                part.__dict__.update(known)
+            changed = [names for names, known in zip(inside, before, strict=True) if not _same(names, known)]
+            for names, known in zip(inside, before, strict=True):
+                names.clear()
+                names.update(known)
     if changed or not _same(shell.__dict__, module.__dict__):
         raise GradFilterError("its forward sets attributes, or computes with its own tensors alone")
     modules = dict(module.named_modules())

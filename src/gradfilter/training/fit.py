@@ -20,6 +20,7 @@ from ..surgery import apply_
 from .items import as_pairs
 from .loop import History, Samples, Task, Training
 from .processes import settle
+from .relay import begin_alike_
 from .settings import Loop
 
 __all__ = ["fit"]
@@ -72,6 +73,7 @@ def fit(
     if cache and loop.precision == "bf16":
         raise GradFilterError("fit's cache keeps features of float32; leave precision='bf16' or cache out.")
     train, test = as_pairs(train), None if test is None else as_pairs(test)
+    begin_alike_(model)  # a method may look at the weights
     if plan is not None:
         apply_(model, plan, layers)
     elif layers is not None:

@@ -123,6 +123,7 @@ class Training:
         self.body = _body(model, loop.head) if loop.head_steps else []
         self.frozen: Split | None = None  # where several processes share the frozen layers
         self.shares_batches = False  # of every step
+        self.shares_tests = False
         self.step, self.losses = 0, [0.0, 0.0]
         self.seconds = self.waited = self.busy = 0.0  # in all; waiting for samples; in steps
         self.prepared = 0.0  # seconds before the first step, which count where time is limited
@@ -218,14 +219,19 @@ class Training:
     def _share_out(self) -> None:
         """Decide what several processes share: what changes no bit of the weights, so perhaps nothing."""
         begin_alike_(self.model)
+        self.model.eval()
+        first = self._inputs([0])
+        with torch.no_grad():
+            self.shares_tests = not any(any_of(not leaves_no_trace(self.model, lambda: self.forward(first))))
         why, also = "Features of the frozen layers are cached.", ""
         if self.forward is self.model:
             with self._precision():
-                self.frozen, why = shared_split(self.model, self._inputs([0]))
+                self.frozen, why = shared_split(self.model, first)
                 also = "" if self.frozen else self._why_no_batches()
                 self.shares_batches = not (self.frozen or also)
         if is_first() and not (self.frozen or self.shares_batches):
-            self.say(f"{why} So each process takes every step, and only tests are shared. {also}".rstrip())
+            shared = "only tests are shared" if self.shares_tests else "nothing is shared"
+            self.say(f"{why} So each process takes every step, and {shared}. {also}".rstrip())
 
     def _why_no_batches(self) -> str:
         """Why processes cannot share the batches of a step; the same in all of them."""
@@ -340,9 +346,10 @@ class Training:
         self.model.eval()
         count = len(cast(Sized, self.test))
         reads = [part.tolist() for part in torch.arange(count).split(self.loop.batch)]
-        loader = self._loader(self.test, batch_sampler=reads[rank() :: together()])
+        mine = reads[rank() :: together()] if self.shares_tests else reads
+        loader = self._loader(self.test, batch_sampler=mine)
         found = ((self.forward(_channels_last(inputs)), targets) for inputs, targets in loader)
-        return self.task.score(relayed(found, len(reads)))
+        return self.task.score(relayed(found, len(reads)) if self.shares_tests else found)
 
     def _is_over_time(self) -> bool:
         return bool(self.loop.minutes) and self.prepared + self.seconds >= 60 * self.loop.minutes

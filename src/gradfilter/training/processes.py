@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_ALIGNED = 64  # as torch lays out what it allocates
 
 
 def together() -> int:
@@ -74,6 +75,7 @@ class _Form(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    offset: int  # from a border of _ALIGNED bytes: what lies otherwise may be added up in another order
 
     @property
     def span(self) -> int:
@@ -81,9 +83,13 @@ class _Form(NamedTuple):
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize if math.prod(self.shape) else 0
 
-    def of(self, memory: Tensor) -> Tensor:
-        """The tensor whose numbers begin where these bytes do."""
-        return memory[: self.span].view(self.dtype).as_strided(self.shape, self.stride)
+    @property
+    def room(self) -> int:
+        """The bytes it takes in a message."""
+        return -(-(self.offset + self.span) // _ALIGNED) * _ALIGNED
+
+    def bytes_in(self, room: Tensor) -> Tensor:
+        return room[self.offset : self.offset + self.span]
 
 
 def from_process(owner: int, values: Sequence[Any]) -> Sequence[Any]:
@@ -93,29 +99,26 @@ def from_process(owner: int, values: Sequence[Any]) -> Sequence[Any]:
     is_owner = rank() == owner
     told = _told(owner, [_form_or_value(value) for value in values] if is_owner else [])
     forms = [form for form in told if isinstance(form, _Form)]
-    # one message for all of them; padded, because what lies unaligned may be added up in another order
-    memory = torch.empty(sum(map(_padded, forms)), dtype=torch.uint8)
-    parts = memory.split([_padded(form) for form in forms])
+    rooms = [form.room for form in forms]
+    message = torch.empty(sum(rooms), dtype=torch.uint8)
+    parts = [form.bytes_in(room) for form, room in zip(forms, message.split(rooms), strict=True)]
     if is_owner:
         tensors = (value for value in values if type(value) is Tensor)
         for part, form, tensor in zip(parts, forms, tensors, strict=True):
-            if form.span:
-                numbers = form.span // form.dtype.itemsize
-                part[: form.span].copy_(tensor.detach().as_strided((numbers,), (1,)).view(torch.uint8))
-    if memory.numel():
-        dist.broadcast(memory, owner)
+            numbers = form.span // form.dtype.itemsize
+            part.copy_(tensor.detach().as_strided((numbers,), (1,)).view(torch.uint8))
+    if message.numel():
+        dist.broadcast(message, owner)
     if is_owner:
         return list(values)
-    received = (form.of(part) for form, part in zip(forms, parts, strict=True))
+    received = (p.view(f.dtype).as_strided(f.shape, f.stride) for f, p in zip(forms, parts, strict=True))
     return [next(received) if isinstance(value, _Form) else value for value in told]
 
 
-def _padded(form: _Form) -> int:
-    return -(-form.span // 64) * 64
-
-
 def _form_or_value(value: Any) -> Any:
-    return _Form(tuple(value.shape), value.stride(), value.dtype) if type(value) is Tensor else value
+    if type(value) is not Tensor:
+        return value
+    return _Form(tuple(value.shape), value.stride(), value.dtype, value.data_ptr() % _ALIGNED)
 
 
 def _told(owner: int, value: T) -> T:

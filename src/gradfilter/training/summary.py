@@ -77,7 +77,7 @@ def _exact_fits(kept: int) -> bool:
 
 
 def _exact_step(job: Job, training: Training) -> float:
-    """Milliseconds of a step of exact training, of the same layers and as many samples."""
+    """Milliseconds of a step of exact training, of the same layers and as many samples, on average."""
     plain = train_plainly_(restore_(copy.deepcopy(job.model)), job.plan)
     inputs, targets = _batch(job)
     parameters = [p for p in plain.parameters() if p.requires_grad]
@@ -90,7 +90,7 @@ def _exact_step(job: Job, training: Training) -> float:
         return time.perf_counter() - start
 
     once = 1e3 * median_of(in_turn({"exact": step}, ROUNDS, 1)["exact"]).median
-    return once * job.config.accumulate
+    return once * len(job.data.train) / training.per_epoch / len(targets)
 
 
 def _batch(job: Job) -> tuple[Tensor, Tensor]:
