@@ -769,6 +769,28 @@ def test_segmentation_scores_ignore_what_is_not_labelled() -> None:
     assert task.loss(output, torch.tensor([[[0, 255]]])) < 0.1
 
 
+class WithBranch(nn.Module):
+    """As torchvision's googlenet: in training another part of the model judges too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.branch = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        features = x.mean((2, 3))
+        main = self.main(features)
+        return (main, self.branch(features)) if self.training else main
+
+
+def test_of_several_outputs_the_first_is_trained_and_tested() -> None:
+    model = WithBranch()
+    before = copy.deepcopy(model)
+    history = gf.fit(model, Noisy(16, 0), Noisy(8, 0), TASK, epochs=4, batch=4, lr=0.5)
+    assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
+    assert not torch.equal(before.main.weight, model.main.weight)
+    assert torch.equal(before.branch.weight, model.branch.weight)
+
+
 class Masks(Dataset[tuple[Tensor, Tensor]]):
     """Of every picture another part is labelled."""
 
