@@ -380,6 +380,24 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
     assert found.facts["step"] == made.step
 
 
+@pytest.mark.parametrize("step", [6, 8, 24], ids=["end of an epoch", "within one", "end of the training"])
+def test_weights_that_are_not_finite_are_not_kept(tmp_path: Path, step: int) -> None:
+    made = training(tmp_path)
+
+    def spoil(task: str, now: int, total: int) -> None:
+        if now == step:
+            made.parameters[-1].data[0] = math.inf
+
+    made.tell = spoil
+    with pytest.raises(gf.GradFilterError, match=f"After step {step} some weights are not finite"):
+        made.run(checkpoint_every=0)
+    found = checkpoint.read(tmp_path)
+    assert found is not None
+    assert found.facts["step"] == step - 1
+    assert len(made.history.epochs) == (step - 1) // 6
+    assert all(tensor.isfinite().all() for tensor in found.tensors.values())
+
+
 def test_a_batch_of_one_sample_has_no_statistics() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 16), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     made = Training(model, Noisy(5), None, TASK, Loop(epochs=1, batch=4))

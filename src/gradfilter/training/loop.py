@@ -153,11 +153,13 @@ class Training:
                     if self.step == self.steps or self.step % self.per_epoch == 0:
                         break
                     if asked or time.monotonic() - written >= checkpoint_every:
+                        self._check_weights()
                         self.save()
                         written = time.monotonic()
                     if asked:
                         raise KeyboardInterrupt
                     begun, waited = time.monotonic(), self.waited
+                self._check_weights()
                 self._end_epoch()
                 self.save()
                 give_back_freed_memory()
@@ -277,10 +279,7 @@ class Training:
         else:
             summed = sum(self._backward(step, total))
         if not math.isfinite(summed):
-            raise GradFilterError(
-                f"The loss of step {self.step + 1} is not finite, so the training was stopped; try again "
-                f"with a smaller lr than {loop.lr:g}, or with clip."
-            )
+            raise self._diverged(f"The loss of step {self.step + 1} is")
         if self.step < loop.head_steps:
             for parameter in self.body:
                 parameter.grad = None
@@ -294,6 +293,17 @@ class Training:
         self.losses = [self.losses[0] + summed, self.losses[1] + total]
         self.step += 1
         self.tell("training", self.step, self.steps)
+
+    def _check_weights(self) -> None:
+        """Before they are kept: no run can go on from, or be tested with, what is not finite."""
+        if not all(bool(parameter.isfinite().all()) for parameter in self.parameters):
+            raise self._diverged(f"After step {self.step} some weights are")
+
+    def _diverged(self, what: str) -> GradFilterError:
+        return GradFilterError(
+            f"{what} not finite, so the training was stopped; try again with a smaller lr than "
+            f"{self.loop.lr:g}, or with clip."
+        )
 
     def _backward(self, step: list[Batch], total: float) -> Iterator[float]:
         """The loss of each batch, summed; its gradients are added to those that are there."""
