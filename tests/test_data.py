@@ -799,3 +799,92 @@ def test_parts_are_known_in_capitals_and_by_what_is_in_them(tmp_path: Path) -> N
     )
     put_classes(here / "val", 2)
     assert len(gf.open_data(here).test) == 6
+
+
+def test_a_decoder_may_fail_with_any_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_classes(tmp_path)
+    data = gf.open_data(tmp_path)
+
+    def fail(path: Path) -> None:
+        raise RuntimeError("Failed to decode image: Missing or empty image item")
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(
+        gf.GradFilterError, match=r"15 of 15 .*0\.png is broken .*Missing or empty image item"
+    ):
+        check(data)
+
+
+def test_a_path_that_is_too_long_is_a_sentence(tmp_path: Path) -> None:
+    for spec in ("x" * 5000, f"folder:{'x' * 5000}", f"csv:{tmp_path}/{'x' * 300}.csv"):
+        told = refusal(spec)
+        assert "cannot be opened: File name too long; correct the path" in told
+        assert len(told) < 1000
+    told = refusal(put_csv(tmp_path, "path,label", f"{'x' * 5000},cat"))
+    assert "list.csv, line 2: the file " in told
+    assert "cannot be opened (File name too long)" in told
+    assert len(told) < 1000
+
+
+@pytest.mark.parametrize("kind", ["csv", "arrays"])
+def test_a_class_that_is_tested_must_be_trained(tmp_path: Path, kind: str) -> None:
+    if kind == "csv":
+        sides = {"cat": "train", "dog": "train", "owl": "test"}
+        lines = [f"{name}/{i}.png,{name},{side}" for name, side in sides.items() for i in range(2)]
+        file = put_csv(tmp_path, "path,label,split", *lines, "cat/2.png,cat,test")
+    else:
+        images = {"x_train": some(2, 8, 8), "x_test": some(1, 8, 8)}
+        labels = {"y_train": np.array([0, 1]), "y_test": np.array([2]), "classes": ["cat", "dog", "owl"]}
+        file = put_npz(tmp_path / "a.npz", **images, **labels)
+    assert refusal(file) == (
+        f"{file} has test samples of 'owl', but none to train on; give each class training samples, or "
+        "leave it out."
+    )
+    assert len(gf.open_data(file, to_train=False).classes) == 3  # to test a model of three classes
+
+
+def test_what_may_be_a_picture_but_is_not_read_is_counted(tmp_path: Path) -> None:
+    put_classes(tmp_path / "a")
+    assert gf.open_data(tmp_path / "a").left_out == ""
+    for name in ("1.HEIC", "2.heic", "scan", ".DS_Store", ".heic", "Thumbs.db", "desktop.ini", "1.json"):
+        (tmp_path / "a" / "dog" / name).write_text("")
+    (tmp_path / "a" / "dog" / "more").mkdir()
+    told = "Files left out: 1 without suffix, 2 .heic; save them as JPEG or PNG if they are pictures."
+    assert gf.open_data(tmp_path / "a").left_out == told
+    put_classes(tmp_path / "b" / "train")
+    (tmp_path / "a").rename(tmp_path / "b" / "test")
+    assert gf.open_data(tmp_path / "b").left_out == told
+    put_pairs(tmp_path / "c")
+    for part in ("images", "masks"):
+        (tmp_path / "c" / part / "9.dng").write_text("")
+    assert "Files left out: 1 .dng;" in gf.open_data(tmp_path / "c").left_out
+
+
+def test_blanks_around_the_values_of_a_csv_do_not_count(tmp_path: Path) -> None:
+    lines = [f"cat/{i}.png,cat" for i in range(3)], [f" dog/{i}.png , dog " for i in range(3)]
+    file = put_csv(tmp_path, "path,label", *lines[0], *lines[1], "cat/3.png, cat", "dog/3.png,dog")
+    data = gf.open_data(file)
+    assert data.classes == ("cat", "dog")
+    assert Counter(all_labels(data)) == {0: 4, 1: 4}
+    assert "line 3: a value is missing" in refusal(
+        put_csv(tmp_path, "path,label", "cat/0.png,a", "cat/1.png, ")
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
+def test_a_csv_that_is_not_utf_8_is_refused(tmp_path: Path, encoding: str) -> None:
+    file = put_csv(tmp_path)
+    file.write_text("path,label\ncat/0.png,h\xfchnchen\n", encoding=encoding)
+    assert f"{file} is not text in UTF-8; save it as UTF-8" in refusal(file)
+
+
+def test_masks_without_classes_say_what_is_missing(tmp_path: Path) -> None:
+    put_pairs(tmp_path, values=(255,))
+    assert "No pixel is labelled in the masks beside" in refusal(tmp_path)
+    put_text(tmp_path / "classes.txt", "")
+    assert f"{tmp_path / 'classes.txt'} is empty; name the classes in it" in refusal(tmp_path)
+
+
+def test_an_unknown_user_is_no_place() -> None:
+    for spec in ("~nobody-of-this-name/a", "folder:~nobody-of-this-name/a"):
+        assert "~nobody-of-this-name/a " in refusal(spec)

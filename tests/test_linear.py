@@ -24,7 +24,7 @@ def threads() -> Iterator[Any]:
 
 
 def results(run: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor) -> list[Tensor]:
-    inputs = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    inputs = [nn.Parameter(t.detach().clone()) for t in (x, weight, bias) if t is not None]
     made = run(*inputs, *([None] if bias is None else []))
     return [made.detach(), *torch.autograd.grad(made, inputs, seed)]
 
@@ -51,8 +51,9 @@ def test_results_and_gradients_are_those_of_float64(
 def test_bits_do_not_depend_on_threads(threads: Any) -> None:
     """torch's own do, for some of these sizes on some processors."""
     torch.manual_seed(0)
-    for count, outputs in ((16, 10), (32, 10), (32, 37), (64, 100), (39, 3)):
-        x, weight, bias = torch.randn(count, 1280), torch.randn(outputs, 1280), torch.randn(outputs)
+    sizes = ((16, 1280, 10), (32, 1280, 10), (32, 1280, 37), (64, 1280, 100), (39, 1280, 3), (8, 40, 1280))
+    for count, inputs, outputs in sizes:
+        x, weight, bias = torch.randn(count, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
         seed = torch.randn(count, outputs)
         found = []
         for number in (1, 2, 4):

@@ -96,3 +96,8 @@ def test_few_shots_are_as_many_of_each_class(labels: list[int], per_class: int, 
 def test_what_cannot_be_is_refused(call: Any, complaint: str) -> None:
     with pytest.raises(gf.GradFilterError, match=complaint):
         call()
+
+
+def test_a_class_with_too_few_is_named() -> None:
+    with pytest.raises(gf.GradFilterError, match="Class dog has 1 samples, less than 2"):
+        few_shot([0, 0, 1], 2, names=["cat", "dog"])

@@ -112,3 +112,32 @@ def test_floating_point_pictures_are_refused(tmp_path: Path) -> None:
     file = saved(tmp_path / "f.tif", Image.fromarray(RAMP.astype(np.float32)))
     with pytest.raises(gf.GradFilterError, match=r"f\.tif .*save it with 8 or 16 bits"):
         read_picture(file)
+
+
+def test_a_damaged_avif_is_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "a.avif"
+    try:
+        Image.fromarray(np.dstack([RAMP] * 3)).save(file)
+    except (KeyError, ValueError, OSError):
+        pytest.skip("this Pillow writes no AVIF")
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"pitm", b"xxxx"))
+    for read in (open_header, read_picture):
+        with pytest.raises(gf.GradFilterError, match=r"a\.avif is broken or no picture"):
+            read(file)
+
+
+def jpeg_with(path: Path, *tags: tuple[int, int, int, bytes]) -> Path:
+    """A picture whose EXIF has these tags, of any kind: number, kind, count and what follows them."""
+    entries = b"".join(struct.pack("<HHI4s", *tag) for tag in tags)
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    return saved(path, Image.fromarray(RAMP), exif=exif)
+
+
+def test_damaged_exif_is_a_sentence_or_does_not_matter(tmp_path: Path) -> None:
+    as_text = (0x0112, 2, 2, b"6\0\0\0")
+    assert pixels(jpeg_with(tmp_path / "text.jpg", as_text)).shape == (8, 12, 3)
+    turned, resolution_as_text = (0x0112, 3, 1, b"\6\0\0\0"), (0x011A, 2, 4, b"abc\0")
+    file = jpeg_with(tmp_path / "wrong.jpg", turned, resolution_as_text)
+    with pytest.raises(gf.GradFilterError, match=r"wrong\.jpg is broken or no picture"):
+        read_picture(file)

@@ -592,6 +592,7 @@ class ReadsSizes(nn.Module):
         (lambda maps: (2 * maps.shape[2], maps.shape[3] + maps.shape[2]), True),
         (lambda maps: (maps.shape[0] + 2, maps.shape[0] + 3), False),  # another one with another batch
         (lambda maps: maps.shape[:2], False),
+        (lambda maps: maps.shape[2 : maps.shape[0] + 1], False),
         (lambda maps: (maps.size(0), maps.size(1)), False),
         (lambda maps: (maps.shape[2] * maps.shape[0], maps.shape[3]), False),
         (lambda maps: maps.permute(2, 3, 0, 1).shape[-2:], False),
@@ -634,6 +635,25 @@ def test_additions_in_place_are_seen() -> None:
     model, x = Adds(read_again=False), torch.randn(2, 3, 8, 8)
     wanted = model(x)
     assert relative(gf.accelerate_(model)(x), wanted) < TOLERANCE[torch.float32]
+
+
+class Noting(nn.Module):
+    """Sets an attribute in its forward."""
+
+    count: Any = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = x.shape[0]
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_compiled_part_is_refused_and_the_model_stays_as_it_is() -> None:
+    model = nn.Sequential(Noting(), torch.jit.script(nn.Conv2d(3, 4, 1)))
+    with pytest.raises(gf.GradFilterError, match=r"a part of it is compiled by torch\.jit"):
+        gf.accelerate_(model)
+    assert vars(model[0]).get("count", 0) == 0
+    assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 4, 8, 8)
 
 
 def test_identities_hide_nothing_but_what_they_do_counts() -> None:

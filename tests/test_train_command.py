@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -434,6 +435,11 @@ def test_a_file_of_settings_and_what_comes_after_it(
     assert train(out, "--config", file, "--epochs", "1") == 0
     resolved = json.loads((out / "config.json").read_text())
     assert (resolved["epochs"], resolved["methods"], resolved["task"]) == (1, {"head": "Exact()"}, "classify")
+    second = tmp_path / "more.yaml"
+    second.write_text("momentum: 0.5\nepochs: 1\n")
+    assert train(tmp_path / "both", "--config", file, "--config", second) == 0
+    resolved = json.loads((tmp_path / "both" / "config.json").read_text())
+    assert (resolved["momentum"], resolved["epochs"], resolved["methods"]) == (0.5, 1, {"head": "Exact()"})
     file.write_text("epohs: 3\n")
     assert train(tmp_path / "other", "--config", file) == 2
     assert not (tmp_path / "other").exists()
@@ -445,6 +451,8 @@ def test_a_file_of_settings_and_what_comes_after_it(
     [
         (["--epohs", "3"], "There is no setting epohs. Did you mean epochs"),
         (["--model", "mobilenet_v22"], "There is no model mobilenet_v22. Did you mean mobilenet_v2"),
+        (["--conf", "a.yaml"], "There is no setting conf. Did you mean config"),  # nothing is abbreviated
+        (["--workers", "100000"], "workers must be at most"),
         (["--lr", "fast"], "lr must be a number, not fast"),
         (["--optimizer", "adam"], "optimizer must be sgd or adamw, not adam"),
         (["--data", ""], "data is empty"),
@@ -598,7 +606,8 @@ def test_a_full_disk_loses_nothing(
 
 def test_a_run_without_weights_says_so(tmp_path: Path) -> None:
     assert train(tmp_path / "run", *STEPS, "--epochs", "1") == 0
-    (tmp_path / "run" / "best.safetensors").unlink()
+    for name in ("best.safetensors", "metrics.jsonl"):
+        (tmp_path / "run" / name).unlink()
     with pytest.raises(gf.GradFilterError, match="has no weights yet"):
         open_run(tmp_path / "run")
 
@@ -759,7 +768,9 @@ def test_other_data_is_tested_as_a_whole(
     assert "of 6 test pictures" in capsys.readouterr().out
     moved = pictures.rename(tmp_path / "moved")
     assert run("eval", tmp_path / "run", "--data", moved) == 0
-    assert "of 6 test pictures" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "of 6 test pictures" in told.out
+    assert "it is taken for the same data, moved, and its test part alone is tested" in told.err
     for name in ("red", "green", "blue"):
         (moved / name / "0.jpg").unlink()
     assert run("eval", tmp_path / "run", "--data", moved) == 0
@@ -809,3 +820,44 @@ def test_all_of_a_new_head_trains_by_default(masked: Path, tmp_path: Path) -> No
     rows = read_report(tmp_path / "run" / "report.json").plan["layers"]
     found = {(row["layer"].partition(".")[0], row["action"]) for row in rows}
     assert found == {("encoder", "frozen"), ("decoder", "train"), ("segmentation_head", "train")}
+
+
+def test_the_data_of_the_run_is_known_however_its_place_is_written(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", f"folder:{pictures}", "--epochs", "1", "--shots", "2"]
+    assert train(tmp_path / "run", *options) == 0
+    shutil.copytree(pictures, tmp_path / "same_size")
+    (tmp_path / "link").symlink_to(pictures)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    tested = {"pictures/": "6 test", "link": "6 test", f"folder:{pictures}": "6 test", "same_size": "24"}
+    for data, count in tested.items():
+        assert run("eval", "run", "--data", data) == 0
+        assert f"of {count} pictures" in capsys.readouterr().out
+
+
+def test_pictures_that_are_left_out_are_told(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pictures / "red" / "9.HEIC").write_bytes(b"")
+    assert train(tmp_path / "run", "--data", pictures, "--epochs", "1", "--shots", "2") == 0
+    told = "Files left out: 1 .heic; save them as JPEG or PNG if they are pictures."
+    assert f"{told} 2 of each class, 6 samples." in capsys.readouterr().out
+    assert run("eval", tmp_path / "run") == 0
+    assert capsys.readouterr().err.startswith(f"warning: {told}\n")
+    assert train(tmp_path / "more", "--data", pictures, "--shots", "1000") == 2
+    assert "Class blue has 6 samples, less than 1000" in capsys.readouterr().err
+
+
+def test_a_class_without_training_samples_can_still_be_tested(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--data", pictures, "--epochs", "1") == 0
+    sides = {"blue": "test", "green": "train", "red": "test"}
+    lines = [f"{name}/{i}.jpg,{name},{side}" for name, side in sides.items() for i in range(2)]
+    (pictures / "list.csv").write_text("\n".join(["path,label,split", *lines]))
+    assert train(tmp_path / "other", "--data", pictures / "list.csv") == 2
+    assert "has test samples of 'blue', 'red', but none to train on" in capsys.readouterr().err
+    assert run("eval", tmp_path / "run", "--data", pictures / "list.csv") == 0
+    assert "of 4 test pictures" in capsys.readouterr().out

@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GradFilterError as error:
         print(f"gradfilter: {error}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        print("gradfilter: the memory does not suffice; try a smaller --batch or --size.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as stop:
         print(f"gradfilter: {stop.args[0] if stop.args else 'interrupted'}", file=sys.stderr)
         return 130

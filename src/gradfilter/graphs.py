@@ -50,6 +50,8 @@ _tracing = threading.RLock()  # torch.fx patches nn.Module for the whole process
 
 def trace_module(module: nn.Module) -> Graph:
     """The module's graph, read off its own class's forward: ours takes any arguments, which says nothing."""
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise GradFilterError("a part of it is compiled by torch.jit")
     base: Any = type(module)
     while issubclass(base, RegionModule):
         base = base.gradfilter_base

@@ -29,7 +29,7 @@ def sizes_in(graph: Graph) -> dict[Node, list[Node]]:
 def _measured(node: Node) -> Node | None:
     """The map of which a node takes height and width, if that is what it does."""
     name, args = getattr(node.target, "__name__", node.target), node.args
-    if len(args) != 2 or not _is_of_map(args[1]):
+    if len(args) != 2 or len(node.all_input_nodes) != 1 or not _is_of_map(args[1]):
         return None
     if node.op == "call_method" and name == "size":
         read = args[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from ..errors import GradFilterError
@@ -30,6 +31,7 @@ def _run(arguments: argparse.Namespace) -> None:
     import json
     from dataclasses import replace
 
+    from ..data.kinds import is_same_place
     from ..files import write
     from ..progress import Progress
     from ..training.run_folder import RunFolder
@@ -43,15 +45,27 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.data:
         config = replace(config, data=arguments.data, partition="none", shots=0)
     with Progress() as tell:
-        data, _ = open_sets(config, tell)
+        data, _ = open_sets(config, tell, to_train=False)
         if data.classes != saved.classes:
             raise GradFilterError(
                 f"{config.data} has the classes {_some(data.classes)}, but {arguments.folder} was trained on "
                 f"{_some(saved.classes)}; give data with the same classes."
             )
-        # of the same size, it is the run's own that has been moved: the rest was trained on
-        is_other = [len(data.train), len(data.test)] != RunFolder.open(arguments.folder).found["samples"]
-        parts = [data.train, data.test] if is_other and data.held_out else [data.test]
+        if data.left_out:
+            print(f"warning: {data.left_out}", file=sys.stderr)
+        is_other = data.held_out and not is_same_place(config.data, saved.config.data)
+        if (
+            is_other
+            and [len(data.train), len(data.test)] == RunFolder.open(arguments.folder).found["samples"]
+        ):
+            # with all of it, what was trained on would be tested too
+            print(
+                f"warning: {config.data} has as many pictures as {arguments.folder} was trained and tested "
+                "on; it is taken for the same data, moved, and its test part alone is tested.",
+                file=sys.stderr,
+            )
+            is_other = False
+        parts = [data.train, data.test] if is_other else [data.test]
         scores = scores_of_run(saved, parts, tell)
     kind = "pictures" if len(parts) > 1 else "test pictures"
     for name, value in scores.items():

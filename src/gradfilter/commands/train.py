@@ -16,8 +16,8 @@ from ..errors import GradFilterError, nearest
 from ..training.settings import Config, Loop, described, help_of
 
 if TYPE_CHECKING:
+    from ..training.history import History
     from ..training.job import Job
-    from ..training.loop import History
 
 __all__ = ["add"]
 
@@ -47,16 +47,18 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     arguments = [*_spelled(arguments)]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe", nargs="?")
-    first.add_argument("--config", nargs="?")
+    first.add_argument("--config", nargs="?", action="append", default=[])
     files = first.parse_known_args(arguments)[0]
     parser = _parser()
-    for file in filter(None, (files.recipe, files.config)):
+    for file in filter(None, (files.recipe, *files.config)):
         parser.set_defaults(read_recipe(file))
     try:
         found = parser.parse_args(arguments).as_dict()
     except ArgumentError as error:
         raise GradFilterError(_sentence(str(error))) from None
     resume = found.pop("resume")
+    if resume == "":
+        raise GradFilterError("--resume is empty; give the folder of the run that is to go on.")
     if resume and len(arguments) > (1 if arguments[0].startswith("--resume=") else 2):
         raise GradFilterError("--resume goes on as the run was begun; give no other option with it.")
     values = {name: value for name, value in found.items() if name not in ("recipe", "config")}
@@ -90,6 +92,7 @@ def _parser() -> Any:
         epilog=EXAMPLES,
         exit_on_error=False,
         formatter_class=Formatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--recipe", help="settings of the package (`gradfilter recipes`), or a YAML file")
     parser.add_argument("--config", metavar="FILE", help="a YAML file of settings, after the recipe")
@@ -116,7 +119,7 @@ def _sentence(message: str) -> str:
     )
     if unknown:
         name = unknown[1] or unknown[2]
-        known = [each.name for each in fields(Config)]
+        known = ["recipe", "config", "resume", *(each.name for each in fields(Config))]
         return f"There is no setting {name}.{nearest(name, known)} See gradfilter train --help."
     wrong = re.search(r"key \"(\w+)\":.*?Got value: (.*)$", line)
     if wrong:

@@ -1,4 +1,4 @@
-"""A look at every file before a training, so that a broken one does not end it hours later."""
+"""What is looked at before a training, so that nothing ends it hours later: files and classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..progress import Tell, silent
 from .images import open_header
 from .samples import Data, Samples
 
-__all__ = ["check"]
+__all__ = ["check", "check_classes"]
 
 _SHOWN = 5
 
@@ -30,6 +30,20 @@ def check(data: Data, tell: Tell = silent) -> None:
         more = f" And {len(problems) - _SHOWN} more." if len(problems) > _SHOWN else ""
         shown = " ".join(problems[:_SHOWN])
         raise GradFilterError(f"{len(problems)} of {total} samples cannot be read: {shown}{more}")
+
+
+def check_classes(data: Data, where: object) -> None:
+    """Refuse classes that are tested, but have no samples to train on."""
+    if data.task != "classify":
+        return
+    trained, tested = (set(getattr(samples, "labels", ())) for samples in (data.train, data.test))
+    names = [data.classes[label] for label in sorted(tested - trained)]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise GradFilterError(
+            f"{where} has test samples of {', '.join(map(repr, names[:_SHOWN]))}{more}, but none to train "
+            "on; give each class training samples, or leave it out."
+        )
 
 
 def _problem(samples: Samples, index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import GradFilterError
-from .images import SUFFIXES, ClassIds, class_ids, is_picture, read_mask, read_picture
+from .images import SUFFIXES, ClassIds, class_ids, is_picture, is_unread, read_mask, read_picture
 from .request import Request, read_lines, subfolder
 from .samples import Data, Masked, Pictures
 
@@ -50,10 +51,18 @@ def open_folder(request: Request) -> Data:
             f"{', '.join(_TEST)}, each with a folder per class. Or give {half}: part of it is then held out."
         )
     classes = [folder.name for folder in _class_folders(path)]
-    items = _labelled(path, classes)
+    unread: Counter[str] = Counter()
+    items = _labelled(path, classes, unread)
     train, test = request.split(items, [label for _, label in items])
     parts = (Pictures(train), Pictures(test))
-    return Data(path.resolve().name, "classify", tuple(classes), *parts, held_out=True)
+    return Data(
+        path.resolve().name,
+        "classify",
+        tuple(classes),
+        *parts,
+        held_out=True,
+        left_out=_left_out(unread),
+    )
 
 
 def open_imagenet(request: Request) -> Data:
@@ -69,8 +78,9 @@ def _open_splits(request: Request, tests: Sequence[str]) -> Data:
     for folder in _class_folders(test):
         if folder.name not in classes:
             raise GradFilterError(f"{folder} is a class that {train} does not have; move or remove it.")
-    parts = (Pictures(_labelled(part, classes)) for part in (train, test))
-    return Data(path.resolve().name, "classify", tuple(classes), *parts)
+    unread: Counter[str] = Counter()
+    parts = [Pictures(_labelled(part, classes, unread)) for part in (train, test)]
+    return Data(path.resolve().name, "classify", tuple(classes), *parts, left_out=_left_out(unread))
 
 
 def _class_folders(path: Path) -> list[Path]:
@@ -79,12 +89,16 @@ def _class_folders(path: Path) -> list[Path]:
     return sorted(folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] not in "._")
 
 
-def _labelled(path: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
-    return [(file, label) for label, name in enumerate(classes) for file in _pictures_of_class(path / name)]
+def _labelled(path: Path, classes: Sequence[str], unread: Counter[str]) -> list[tuple[Path, int]]:
+    return [
+        (file, label)
+        for label, name in enumerate(classes)
+        for file in _pictures_of_class(path / name, unread)
+    ]
 
 
-def _pictures_of_class(folder: Path) -> list[Path]:
-    files = _pictures(folder)
+def _pictures_of_class(folder: Path, unread: Counter[str]) -> list[Path]:
+    files = _pictures(folder, unread)
     if not files:
         raise GradFilterError(
             f"The class folder {folder} has no pictures ({', '.join(s[1:] for s in SUFFIXES)}); "
@@ -93,34 +107,61 @@ def _pictures_of_class(folder: Path) -> list[Path]:
     return files
 
 
-def _pictures(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if is_picture(file))
+def _pictures(folder: Path, unread: Counter[str]) -> list[Path]:
+    """The pictures in a folder; the suffixes of what may be others are counted in ``unread``."""
+    pictures = []
+    for file in folder.rglob("*"):
+        if is_picture(file):
+            pictures.append(file)
+        elif is_unread(file):
+            unread[file.suffix.lower()] += 1
+    return sorted(pictures)
+
+
+def _left_out(unread: Counter[str]) -> str:
+    if not unread:
+        return ""
+    counts = ", ".join(f"{unread[suffix]} {suffix or 'without suffix'}" for suffix in sorted(unread))
+    return f"Files left out: {counts}; save them as JPEG or PNG if they are pictures."
 
 
 def open_masks(request: Request) -> Data:
     """images/ and masks/ with the same stems, under train/ and test/ if these are there."""
     path, test = request.path, subfolder(request.path, *_TEST)
     held_out = not (path / "train").is_dir() or test is None
+    unread: Counter[str] = Counter()
     if test is not None and not held_out:
-        train_items, test_items = _pairs(path / "train"), _pairs(test)
+        train_items, test_items = _pairs(path / "train", unread), _pairs(test, unread)
     else:
-        pairs = _pairs(path)
+        pairs = _pairs(path, unread)
         train_items, test_items = request.split(pairs, [0] * len(pairs))
-    names = read_lines(path / "classes.txt") if (path / "classes.txt").is_file() else None
-    if names is None:
+    named = path / "classes.txt"
+    if named.is_file():
+        names = read_lines(named)
+        if not names:
+            raise GradFilterError(f"{named} is empty; name the classes in it, one a line, or remove it.")
+    else:
         names = _numbered_classes([*train_items, *test_items], request.ignore)
     ids = class_ids(len(names), request.ignore)
     parts = (Masked(train_items, ids), Masked(test_items, ids))
-    return Data(path.resolve().name, "segment", tuple(names), *parts, held_out=held_out)
+    return Data(
+        path.resolve().name,
+        "segment",
+        tuple(names),
+        *parts,
+        held_out=held_out,
+        left_out=_left_out(unread),
+    )
 
 
-def _pairs(root: Path) -> list[tuple[Path, Path]]:
+def _pairs(root: Path, unread: Counter[str]) -> list[tuple[Path, Path]]:
     for name in ("images", "masks"):
         if not (root / name).is_dir():
             raise GradFilterError(f"{root / name} is missing: masks of pictures in images/ are in masks/.")
-    masks = {file.relative_to(root / "masks").with_suffix(""): file for file in _pictures(root / "masks")}
+    found = _pictures(root / "masks", Counter())
+    masks = {file.relative_to(root / "masks").with_suffix(""): file for file in found}
     pairs = []
-    for file in _pictures(root / "images"):
+    for file in _pictures(root / "images", unread):
         mask = masks.get(file.relative_to(root / "images").with_suffix(""))
         if mask is None:
             raise GradFilterError(f"{file} has no mask of the same name in {root / 'masks'}.")
@@ -134,6 +175,11 @@ def _numbered_classes(pairs: Sequence[tuple[Path, Path]], ignore: int) -> list[s
     """As many classes as the masks have, which must all be read for it."""
     anything = class_ids(255, ignore)
     highest = max(_highest(picture, mask, anything) for picture, mask in pairs)
+    if highest < 0:
+        raise GradFilterError(
+            f"No pixel is labelled in the masks beside {pairs[0][1]}: all values are 255, which does not "
+            "count; save the classes as 0, 1 and so on."
+        )
     if highest == 0:
         raise GradFilterError(
             f"The masks beside {pairs[0][1]} have the class 0 only (255 does not count); "
@@ -143,5 +189,6 @@ def _numbered_classes(pairs: Sequence[tuple[Path, Path]], ignore: int) -> list[s
 
 
 def _highest(picture: Path, mask: Path, ids: ClassIds) -> int:
+    """The highest class of a mask; -1 if no pixel has one."""
     values: Any = np.asarray(read_mask(mask, read_picture(picture).size, ids))
-    return int(values[values != 255].max(initial=0))
+    return int(values[values != 255].astype(np.int16).max(initial=-1))

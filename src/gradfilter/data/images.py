@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,17 +14,32 @@ from .matlab import read_mat
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["SUFFIXES", "class_ids", "is_picture", "open_header", "read_mask", "read_picture", "upright_rgb"]
+__all__ = [
+    "SUFFIXES",
+    "class_ids",
+    "is_picture",
+    "is_unread",
+    "open_header",
+    "read_mask",
+    "read_picture",
+    "upright_rgb",
+]
 
 T = TypeVar("T")
 
 SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_UNREAD = (".arw", ".cr2", ".dng", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".nef", ".psd", ".raw", ".svg")
 _WIDE = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # grey with 16 bits; Pillow's convert would clip them
 
 
 def is_picture(path: Path) -> bool:
     """Whether a file is a picture by its name; hidden files are not."""
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not path.is_dir()
+
+
+def is_unread(path: Path) -> bool:
+    """Whether a file may well be a picture, but has a suffix that is not read, or none."""
+    return path.suffix.lower() in ("", *_UNREAD) and not path.name.startswith(".") and path.is_file()
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
@@ -109,7 +123,7 @@ def open_header(path: Path) -> tuple[int, int]:
 
 def _upright_size(picture: Image.Image) -> tuple[int, int]:
     width, height = picture.size
-    lying = picture.getexif().get(0x0112, 1) >= 5  # the orientations that turn by a quarter
+    lying = picture.getexif().get(0x0112) in range(5, 9)  # the orientations that turn by a quarter
     return (height, width) if lying else (width, height)
 
 
@@ -137,6 +151,10 @@ def _read(path: Path, use: Callable[[Image.Image], T]) -> T:
         raise GradFilterError(f"{path} does not exist.") from None
     except PermissionError:
         raise GradFilterError(f"{path} cannot be read: no permission; change its access rights.") from None
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        what = "it is no picture that Pillow knows" if "cannot identify" in str(error) else str(error)
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file can break its decoder anywhere, and with any error
+        what = str(error) or type(error).__name__
+        if "cannot identify" in what:
+            what = "it is no picture that Pillow knows"
         raise GradFilterError(f"{path} is broken or no picture ({what}); repair or remove it.") from error

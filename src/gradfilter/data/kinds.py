@@ -10,11 +10,12 @@ from pathlib import Path
 from ..errors import GradFilterError, nearest
 from ..progress import Tell, silent
 from . import arrays, camvid, cifar, cityscapes, cub200, flowers102, folders, idx, pets, tables, voc
+from .check import check_classes
 from .download import Archive, fetch
-from .request import Request
+from .request import Request, shortened
 from .samples import Data, Task
 
-__all__ = ["KINDS", "Kind", "located", "open_data"]
+__all__ = ["KINDS", "Kind", "is_same_place", "located", "open_data"]
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ def open_data(
     holdout: float = 0.2,
     seed: int = 0,
     ignore: int = 255,
+    to_train: bool = True,
     tell: Tell = silent,
 ) -> Data:
     """Open a data set: "digits", a path, KIND:PATH, or the name of a kind alone.
@@ -212,18 +214,26 @@ def open_data(
         holdout: the part of each class that is held out for the test, where the data has no test part.
         seed: which part that is.
         ignore: a mask value that does not count, beside 255.
+        to_train: whether the user's own data must have training samples of every class that is tested.
     """
     spec = os.fspath(spec)
-    kind, path = _parse(spec)
-    if kind == "digits":
-        return _usable(KINDS[kind].open(Request(Path(), _known_task(kind, task))), spec)
-    if kind and not KINDS[kind].is_at(path):
-        if not download:
-            raise GradFilterError(_not_there(kind, path))
-        _fetch_all(kind, path, tell)
-    if not kind:
-        kind = _recognised(path, task)
-    return _usable(KINDS[kind].open(Request(path, _known_task(kind, task), holdout, seed, ignore)), path)
+    try:
+        kind, path = _parse(spec)
+        if kind not in ("", "digits") and not KINDS[kind].is_at(path):
+            if not download:
+                raise GradFilterError(_not_there(kind, path))
+            _fetch_all(kind, path, tell)
+        kind = kind or _recognised(path, task)
+        data = KINDS[kind].open(Request(path, _known_task(kind, task), holdout, seed, ignore))
+    except OSError as error:  # a name that is too long, a folder without permission
+        raise GradFilterError(
+            f"{shortened(error.filename or spec)} cannot be opened: {error.strerror or error}; "
+            "correct the path or its access rights."
+        ) from error
+    _check_parts(data, path)
+    if to_train and not KINDS[kind].archives:  # of what is published, a user has no say in it
+        check_classes(data, path)
+    return data
 
 
 def located(spec: str) -> str:
@@ -238,12 +248,28 @@ def located(spec: str) -> str:
     return str(Path(spec).expanduser().absolute())
 
 
+def is_same_place(one: str, other: str) -> bool:
+    """Whether two texts name data in the same place, however they spell it.
+
+    >>> is_same_place("folder:/data/pets", "/data/../data/pets/"), is_same_place("/data/a", "/data/b")
+    (True, False)
+    """
+    return _place(one).resolve() == _place(other).resolve()
+
+
+def _place(spec: str) -> Path:
+    name, _, rest = spec.partition(":")
+    if name in KINDS and not rest:
+        return _usual_place(name)
+    written = rest if name in KINDS else spec
+    return Path(os.path.expanduser(written))  # Path's own fails at users that are not known
+
+
 def _parse(spec: str) -> tuple[str, Path]:
     """The kind that a text names, or "", and the path."""
-    name, _, rest = spec.partition(":")
+    name, path = spec.partition(":")[0], _place(spec)
     if name in KINDS:
-        return name, Path(rest).expanduser() if rest else _usual_place(name)
-    path = Path(spec).expanduser()
+        return name, path
     if not path.exists():
         hint = nearest(name, KINDS)
         raise GradFilterError(
@@ -300,7 +326,7 @@ def _known_task(kind: str, task: Task | None) -> Task | None:
     return task
 
 
-def _usable(data: Data, where: object) -> Data:
+def _check_parts(data: Data, where: object) -> None:
     if len(data.classes) < 2:
         raise GradFilterError(
             f"{where} has one class only, {data.classes[0]!r}; there must be two to tell apart."
@@ -312,4 +338,3 @@ def _usable(data: Data, where: object) -> Data:
             raise GradFilterError(
                 f"{where} has no {side} samples; classes need two samples, or a {side} part."
             )
-    return data

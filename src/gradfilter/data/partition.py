@@ -78,8 +78,8 @@ def distance(labels: Labels, parts: Sequence[Tensor]) -> float:
     return float(torch.stack(each).mean())
 
 
-def few_shot(labels: Labels, per_class: int, seed: int = 0) -> Tensor:
-    """``per_class`` samples of every class, drawn at random.
+def few_shot(labels: Labels, per_class: int, seed: int = 0, names: Sequence[str] = ()) -> Tensor:
+    """``per_class`` samples of every class, drawn at random; ``names`` are the classes'.
 
     >>> few_shot([0, 0, 0, 1, 1, 1], per_class=2).tolist()
     [0, 2, 4, 5]
@@ -92,7 +92,8 @@ def few_shot(labels: Labels, per_class: int, seed: int = 0) -> Tensor:
         members = torch.nonzero(known == label).view(-1)
         if len(members) < per_class:
             raise GradFilterError(
-                f"Class {label} has {len(members)} samples, less than {per_class}; ask for fewer per class."
+                f"Class {names[label] if names else label} has {len(members)} samples, less than "
+                f"{per_class}; ask for fewer per class."
             )
         drawn.append(members[torch.randperm(len(members), generator=random)[:per_class]])
     return torch.cat(drawn).sort().values

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..errors import GradFilterError
 from .samples import Task, hold_out
 
-__all__ = ["Request", "check_labels", "read_lines", "subfolder"]
+__all__ = ["Request", "check_labels", "read_lines", "shortened", "subfolder"]
 
 T = TypeVar("T")
 
@@ -43,6 +43,16 @@ def check_labels(labels: Any, classes: int, where: object) -> None:
         raise GradFilterError(
             f"{where} has the label {wrong}, out of range: its {classes} classes are 0 to {classes - 1}."
         )
+
+
+def shortened(path: object) -> str:
+    """A path as a sentence can bear it.
+
+    >>> shortened("a" * 50 + "b" * 5000 + "c" * 50)[40:70]
+    'aaaaaaaaaa ... bbbbbbbbbbbbbbb'
+    """
+    text = str(path)
+    return text if len(text) <= 1000 else f"{text[:50]} ... {text[-100:]}"
 
 
 def subfolder(path: Path, *names: str) -> Path | None:

@@ -40,6 +40,7 @@ class Data:
         ignore: the class id of mask pixels that do not count.
         flip: whether a mirrored picture shows the same class; not so for digits.
         held_out: whether the test samples were taken from those for training, as there were no others.
+        left_out: a sentence on files that may be pictures, but are not among the samples.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Data:
     ignore: int = 255
     flip: bool = True
     held_out: bool = False
+    left_out: str = ""
 
 
 @dataclass(frozen=True)

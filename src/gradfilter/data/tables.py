@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import GradFilterError
-from .request import Request
+from .request import Request, shortened
 from .samples import Data, Pictures
 
 __all__ = ["is_csv", "open_csv"]
@@ -37,12 +39,11 @@ def open_csv(request: Request) -> Data:
 
 def _rows(file: Path) -> list[dict[str, str]]:
     try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream)
-            columns = [name.strip().lower() for name in reader.fieldnames or ()]
-            reader.fieldnames = columns
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reader = csv.DictReader(io.StringIO(_text(file), newline=""))
+        columns = [name.strip().lower() for name in reader.fieldnames or ()]
+        reader.fieldnames = columns
+        rows = list(reader)
+    except (OSError, csv.Error) as error:
         raise GradFilterError(f"{file} cannot be read as a CSV file ({error}).") from error
     for name in ("path", "label"):
         if name not in columns:
@@ -53,22 +54,41 @@ def _rows(file: Path) -> list[dict[str, str]]:
     if not rows:
         raise GradFilterError(f"{file} has no lines below its first.")
     for line, row in enumerate(rows, 2):
-        if not row["path"] or not row["label"] or ("split" in columns and not row["split"]):
-            raise GradFilterError(f"{file}, line {line}: a value is missing; fill it in or remove the line.")
+        for name in ("path", "label", "split"):
+            if name in columns:
+                row[name] = (row[name] or "").strip()
+                if not row[name]:
+                    raise GradFilterError(
+                        f"{file}, line {line}: a value is missing; fill it in or remove the line."
+                    )
     return rows
+
+
+def _text(file: Path) -> str:
+    content = file.read_bytes()
+    with suppress(UnicodeDecodeError):
+        if b"\0" not in content:  # as UTF-16 has it
+            return content.decode("utf-8-sig")
+    raise GradFilterError(f"{file} is not text in UTF-8; save it as UTF-8 (CSV UTF-8 in spreadsheets).")
 
 
 def _existing(file: Path, name: str, line: int) -> Path:
     path = file.parent / name
-    if not path.is_file():
-        raise GradFilterError(f"{file}, line {line}: the file {path} does not exist.")
-    return path
+    try:
+        if path.is_file():
+            return path
+        why = "does not exist"
+    except OSError as error:  # a name that is too long, a folder without permission
+        why = f"cannot be opened ({error.strerror})"
+    raise GradFilterError(
+        f"{file}, line {line}: the file {shortened(path)} {why}; correct its path or remove the line."
+    )
 
 
 def _is_test(file: Path, split: str, line: int) -> bool:
-    if split.strip().lower() in _TRAIN:
+    if split.lower() in _TRAIN:
         return False
-    if split.strip().lower() in _TEST:
+    if split.lower() in _TEST:
         return True
     raise GradFilterError(f"{file}, line {line}: split must be train or test, not {split!r}.")
 

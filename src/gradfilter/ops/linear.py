@@ -1,7 +1,8 @@
 """Linear layers of plain features, by the products of matmul.py.
 
 The bits of torch's own depend on the number of threads where MKL makes them. Those of oneDNN, which is taken
-for all but the smallest, do not: so a run with another number of threads can give the same bits.
+for all but the smallest, do not, but for a single sample: so a run with another number of threads can give
+the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Linear(torch.autograd.Function):
         by_torch = torch.is_grad_enabled() or torch._C._functorch.is_batchedtensor(grad)
         x_grad = weight_grad = None
         if weight is not None:
-            x_grad = grad @ weight if by_torch else product(grad, weight)
+            x_grad = grad @ weight if by_torch else product(grad, weight.detach())
         if x is not None:
             weight_grad = grad.t() @ x if by_torch else transposed_product(grad, x)
         return x_grad, weight_grad, grad.sum(0) if ctx.needs_input_grad[2] else None

@@ -22,9 +22,9 @@ from ..errors import GradFilterError
 from ..files import sync
 from ..state import load_method_state_, method_state
 
-__all__ = ["Checkpoint", "load_training_", "read", "training_tensors", "write"]
+__all__ = ["INDEX", "Checkpoint", "load_training_", "read", "training_tensors", "write"]
 
-_INDEX = "checkpoint.json"
+INDEX = "checkpoint.json"
 
 
 class Checkpoint(NamedTuple):
@@ -44,14 +44,14 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
         sync(partial)
         checksum = _checksum(partial)
         partial.replace(file)
-        index = folder / f"{_INDEX}.tmp"
+        index = folder / f"{INDEX}.tmp"
         index.write_text(json.dumps({"file": file.name, "sha256": checksum, "facts": dict(facts)}))
         sync(index)
-        index.replace(folder / _INDEX)
+        index.replace(folder / INDEX)
         sync(folder)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
-        before = " The one before it is whole." if (folder / _INDEX).exists() else ""
+        before = " The one before it is whole." if (folder / INDEX).exists() else ""
         raise GradFilterError(
             f"The checkpoint {file} cannot be written: {why}.{before} Make room and go on with --resume."
         ) from error
@@ -63,14 +63,14 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
 def read(folder: Path) -> Checkpoint | None:
     """The checkpoint in a folder; None if there is none."""
     try:
-        index = json.loads((folder / _INDEX).read_text())
+        index = json.loads((folder / INDEX).read_text())
         file, checksum, facts = folder / index["file"], index["sha256"], index["facts"]
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise GradFilterError(f"{folder / _INDEX} cannot be read ({error.strerror}).") from error
+        raise GradFilterError(f"{folder / INDEX} cannot be read ({error.strerror}).") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise GradFilterError(f"{folder / _INDEX} is damaged ({error}); start the run anew.") from error
+        raise GradFilterError(f"{folder / INDEX} is damaged ({error}); start the run anew.") from error
     try:
         if _checksum(file) != checksum:
             raise GradFilterError(
@@ -96,14 +96,23 @@ def load_training_(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str,
     for path, value in tensors.items():
         part, _, name = path.partition("/")
         parts[part][name] = value
-    model.load_state_dict(parts["model"])
-    load_method_state_(model, parts["method"])
     state = optimizer.state_dict()
     state["state"] = {}
     for path, value in parts["optimizer"].items():
         index, _, name = path.partition("/")
         state["state"].setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict(state)
+    shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
+    buffers = ((int(path.partition("/")[0]), value) for path, value in parts["optimizer"].items())
+    try:
+        if any(value.dim() and value.shape != shapes[index] for index, value in buffers):
+            raise ValueError
+        model.load_state_dict(parts["model"])
+        optimizer.load_state_dict(state)
+    except (RuntimeError, ValueError, LookupError):
+        raise GradFilterError(
+            "The checkpoint is of another model, or other layers trained; go on with those, or start anew."
+        ) from None
+    load_method_state_(model, parts["method"])
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,8 +16,9 @@ from ..plans import Plan
 from ..program import accelerate_if_possible_
 from ..progress import Tell, silent
 from ..surgery import apply_
-from .items import as_pairs
-from .loop import History, Samples, Task, Training
+from .given import check_parts, checked_set, place_of
+from .history import History
+from .loop import Samples, Task, Training
 from .processes import settle
 from .relay import begin_alike_
 from .settings import Loop
@@ -59,11 +59,11 @@ def fit(
 
     Args:
         folder: where checkpoints go, and with ``resume`` come from: then the training goes on as if it had
-            never stopped, bit by bit.
+            never stopped, bit by bit. Without ``resume``, one that holds a checkpoint is refused.
         cache: compute the features of the frozen part once, and train from those; exact where ``train`` gives
             an image the same way each time, without augmentation.
         workers: processes that read the sets.
-        settings: fields of ``Loop``: epochs, batch, lr, ...
+        settings: fields of ``Loop``: epochs, batch, lr, ..., but for label_smoothing, which the task has.
     """
     known = [field.name for field in fields(Loop)]
     for name in settings:
@@ -72,7 +72,10 @@ def fit(
     loop = Loop(**settings)
     if cache and loop.precision == "bf16":
         raise GradFilterError("fit's cache keeps features of float32; leave precision='bf16' or cache out.")
-    train, test = as_pairs(train), None if test is None else as_pairs(test)
+    check_parts(model, task, loop, workers)
+    train = checked_set(train, "train", model, task, loop.precision)
+    test = None if test is None else checked_set(test, "test", model, task, loop.precision)
+    place = place_of(folder, resume)
     begin_alike_(model)  # a method may look at the weights
     if plan is not None:
         apply_(model, plan, layers)
@@ -86,7 +89,6 @@ def fit(
         test = (
             None if test is None else FeatureCache(model, test, batch=loop.batch, workers=workers, tell=tell)
         )
-    place = None if folder is None else Path(folder)
     training = Training(
         model, train, test, task, loop, forward=forward, folder=place, workers=workers, tell=tell
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from ..errors import GradFilterError
 from ..seeding import seeded
+from .settings import shown
 
 __all__ = ["as_pairs"]
 
@@ -28,22 +29,43 @@ class _Pairs(Dataset[tuple[Any, Any]]):
         return item[self.image], item[self.target]
 
 
-def as_pairs(samples: Any) -> Any:
+def as_pairs(samples: Any, name: str) -> tuple[Any, tuple[Any, Any]]:
     """A set whose items are dictionaries, as those of Hugging Face's datasets, as pairs; others as they are.
 
-    >>> as_pairs([{"label": 3, "image": "a picture"}])[0]
+    And its first pair.
+
+    >>> as_pairs([{"label": 3, "image": "a picture"}], "train")[1]
     ('a picture', 3)
     """
-    if not len(cast(Sized, samples)):
-        return samples
+    _check_map_style(samples, name)
     with seeded(0):
         first = samples[0]
-    if not isinstance(first, Mapping):
-        return samples
-    image, target = (next((name for name in names if name in first), None) for names in (IMAGES, TARGETS))
-    if image is None or target is None:
+    if isinstance(first, Mapping):
+        image, target = (next((key for key in keys if key in first), None) for keys in (IMAGES, TARGETS))
+        if image is None or target is None:
+            raise GradFilterError(
+                f"The items of {name} have the fields {', '.join(map(str, first))}; name the image one of "
+                f"{', '.join(IMAGES)}, and its target one of {', '.join(TARGETS)}."
+            )
+        return _Pairs(samples, image, target), (first[image], first[target])
+    if not isinstance(first, tuple | list) or len(first) != 2:
+        kind = f"a {type(first).__name__} of {len(first)}" if isinstance(first, tuple) else shown(first)
         raise GradFilterError(
-            f"The items of the set have the fields {', '.join(map(str, first))}; name the image one of "
-            f"{', '.join(IMAGES)}, and its target one of {', '.join(TARGETS)}."
+            f"An item of {name} must be a pair (image, target), or a dictionary of the two, not {kind}."
         )
-    return _Pairs(samples, image, target)
+    return samples, (first[0], first[1])
+
+
+def _check_map_style(samples: Any, name: str) -> None:
+    kind = type(samples)
+    is_map = (
+        hasattr(kind, "__len__") and hasattr(kind, "__getitem__") and not issubclass(kind, IterableDataset)
+    )
+    if not is_map or (isinstance(samples, Mapping) and 0 not in samples):
+        raise GradFilterError(
+            f"{name} must be a map-style set, with a length and items by number, not {shown(samples)}; give "
+            "a Dataset or a list of pairs (image, target)."
+        )
+    if not len(samples):
+        without = "; give None to train without tests" if name == "test" else ""
+        raise GradFilterError(f"The {name if name == 'test' else 'training'} set is empty{without}.")

@@ -27,7 +27,8 @@ from ..plans import DOES_NOT_RUN, Plan, format_bytes
 from ..progress import Say, Tell, silent
 from ..splitting import split
 from .building import built, example_of, make_ready_, plan_of
-from .loop import History, Samples, Training
+from .history import History
+from .loop import Samples, Training
 from .processes import any_of, from_first, is_first, together
 from .run_folder import RunFolder
 from .saved import holds_adapters, weights_of
@@ -42,6 +43,8 @@ __all__ = ["Job", "go_on", "prepare"]
 # FPN's group norms need no statistics, which a new head has none of
 MODELS = {"classify": "mobilenet_v2", "segment": "smp:FPN/mobilenet_v2"}
 NEW_HEAD = "decoder, segmentation_head"  # of segmentation-models-pytorch: only the encoder has weights
+# settings that change no bit of a result: a run may go on elsewhere
+OF_THE_PLACE = ("data", "weights", "download", "workers", "cache_folder", "tensorboard", "out")
 Listener = Callable[[Mapping[str, float]], None]
 
 
@@ -60,6 +63,10 @@ class Job:
 
     def train(self) -> History:
         """Train to the end, with all that belongs into the run's folder."""
+        with self.run.held() if is_first() else nullcontext():
+            return self._train()
+
+    def _train(self) -> History:
         begun = time.monotonic()
         config, task = self.config, self.task()
         train, test, forward = self._sets()
@@ -76,6 +83,7 @@ class Job:
             tell=self.tell,
             say=self.say,
             on_epoch=lambda history: self._end_epoch(history, task, listeners),
+            settings={name: value for name, value in asdict(config).items() if name not in OF_THE_PLACE},
         )
         if training.resume() and training.step > training.steps:
             raise GradFilterError(
@@ -162,6 +170,7 @@ def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
     _check_cache(config, plan)
     _check_libraries(config)
     config = replace(config, out=config.out or from_first(_free_folder()))
+    _check_place(config, data)
     facts = {"classes": list(data.classes), "ignore": data.ignore, "samples": _counts(data)}
     # by the memory that is free now: a run that goes on later must not decide otherwise
     facts["cached"] = from_first(_is_cached(config, data, model, plan))
@@ -184,6 +193,18 @@ def _check_output(config: Config, data: Data, model: nn.Module) -> None:
         raise GradFilterError(
             f"The model {config.model} gives {gives}, but {data.name} needs {needs}; take a model such as "
             f"{MODELS[data.task]}."
+        )
+
+
+def _check_place(config: Config, data: Data) -> None:
+    """That the run's folder does not lie beside the class folders: it would be taken for one of them."""
+    place = Path(config.data.removeprefix("folder:"))
+    folders = {place / name for name in data.classes}
+    are_there = any(folders.intersection(file.absolute().parents) for file in data.train.files(0))
+    if are_there and Path(config.out).absolute().is_relative_to(place):
+        raise GradFilterError(
+            f"The run's folder {config.out} would lie among the class folders of {place}; give another "
+            "one by --out, or start gradfilter elsewhere."
         )
 
 
@@ -214,7 +235,7 @@ def _is_cached(config: Config, data: Data, model: nn.Module, plan: Plan) -> bool
         return False
     with suppress(GradFilterError), torch.no_grad():  # a model that cannot be split
         features = split(model).prefix(example_of(config))
-        needed = sum(_counts(data)) * sum(feature.nbytes for feature in features)
+        needed = together() * sum(_counts(data)) * sum(feature.nbytes for feature in features)
         return bool(config.cache_folder) or needed < (available_memory() or 0) / 2
     return False
 
@@ -223,6 +244,7 @@ def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = pri
     """A run that was stopped, ready to go on from its last checkpoint."""
     run = RunFolder.open(folder)
     config = run.settings()
+    run.check_resumable()
     try:
         data, said = open_sets(config, tell)
     except GradFilterError as error:
@@ -242,8 +264,14 @@ def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = pri
 
 
 def _resolved(config: Config, data: Data) -> Config:
-    idle = max(1, (os.cpu_count() or 1) // together())
-    workers = config.workers if config.workers >= 0 else min(2, idle)
+    processors = os.cpu_count() or 1
+    most = max(16, 4 * processors)
+    if config.workers > most:  # each is a process as large as this one
+        raise GradFilterError(
+            f"workers must be at most {most} on this machine with {processors} processors, "
+            f"not {config.workers}."
+        )
+    workers = config.workers if config.workers >= 0 else min(2, max(1, processors // together()))
     weights = config.weights
     if Path(weights).is_dir():  # an earlier run
         earlier = RunFolder.open(weights)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -23,14 +23,16 @@ from ..progress import Say, Tell, silent
 from ..seeding import seeded
 from ..splitting import Split
 from . import checkpoint
+from .history import History
 from .interrupts import StopAsked, ignore_interrupts
 from .order import batches, random_seed
 from .processes import added_up, any_of, from_first, is_first, rank, together
 from .relay import begin_alike_, gathered, leaves_no_trace, relayed, shared_split
+from .report import plain
 from .schedule import rate_at
 from .settings import Loop
 
-__all__ = ["History", "Task", "Training"]
+__all__ = ["Task", "Training"]
 
 Samples = Dataset[tuple[Any, Any]] | Sequence[tuple[Any, Any]]
 Forward = Callable[[Any], Tensor]
@@ -49,32 +51,6 @@ class Task(Protocol):
         """How many the loss is the mean of: parts of a batch have their weight by it."""
 
 
-@dataclass
-class History:
-    """One entry per epoch: its number, the mean training loss, the seconds so far, and the scores.
-
-    waited: the seconds so far in which the training waited for samples.
-    """
-
-    epochs: list[dict[str, float]] = field(default_factory=list)
-    best: int = -1
-    why_ended: str = ""
-
-    @property
-    def is_best(self) -> bool:
-        """Whether the last epoch is the best one so far."""
-        return self.best == len(self.epochs) - 1
-
-    @property
-    def best_scores(self) -> dict[str, float]:
-        return self.epochs[self.best]
-
-    @property
-    def score_names(self) -> list[str]:
-        """The first one is what epochs are judged by."""
-        return [name for name in self.epochs[-1] if name not in ("epoch", "loss", "seconds", "waited")]
-
-
 class _Seeded(Dataset[tuple[Any, Any]]):
     """Samples whose random numbers depend on (seed, epoch, index) alone, whichever process reads them."""
 
@@ -86,6 +62,7 @@ class _Seeded(Dataset[tuple[Any, Any]]):
             return self.samples[index]
 
 
+_HOW_LONG = ("epochs", "steps", "minutes", "patience")  # may change while a run is stopped
 _COUNTS = ("step", "losses", "seconds", "waited", "busy")
 
 
@@ -106,7 +83,9 @@ class Training:
         tell: Tell = silent,
         say: Say = silent,
         on_epoch: Callable[[History], None] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
+        """settings: what a training must have in common with the checkpoint it goes on from."""
         self.model, self.task, self.loop, self.on_epoch = model, task, loop, on_epoch
         self.train, self.test, self.forward = train, test, forward or model
         self.folder, self.workers, self.tell, self.say = folder, workers, tell, say
@@ -124,6 +103,7 @@ class Training:
         self.frozen: Split | None = None  # where several processes share the frozen layers
         self.shares_batches = False  # of every step
         self.shares_tests = False
+        self.settings = plain({**asdict(loop), **(settings or {})})
         self.step, self.losses = 0, [0.0, 0.0]
         self.seconds = self.waited = self.busy = 0.0  # in all; waiting for samples; in steps
         self.prepared = 0.0  # seconds before the first step, which count where time is limited
@@ -171,7 +151,8 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint, if there is a folder for it."""
         if self.folder is not None and is_first():
-            facts = {name: getattr(self, name) for name in _COUNTS} | vars(self.history)
+            counts = {name: getattr(self, name) for name in _COUNTS}
+            facts = counts | {"settings": self.settings} | vars(self.history)
             checkpoint.write(self.folder, checkpoint.training_tensors(self.model, self.optimizer), facts)
 
     def resume(self) -> bool:
@@ -181,15 +162,29 @@ class Training:
             return False
         try:
             facts = dict(found.facts)
+            then = dict(facts.pop("settings", {}))
             counts = {name: facts.pop(name) for name in _COUNTS}
-            self.history = History(**facts)
+            history = History(**facts)
+            if not isinstance(counts["step"], int) or not -1 <= history.best < len(history.epochs):
+                raise TypeError
         except (KeyError, TypeError, ValueError):
             raise GradFilterError(
                 f"The checkpoint in {self.folder} is damaged; start the run anew."
             ) from None
+        self._check_settings(then)
+        self.history = history
         checkpoint.load_training_(self.model, self.optimizer, found.tensors)
         vars(self).update(counts)
         return True
+
+    def _check_settings(self, then: Mapping[str, Any]) -> None:
+        """That those are the same on which the bits of the training depend."""
+        for name, now in self.settings.items():
+            if name not in _HOW_LONG and then.get(name, now) != now:
+                raise GradFilterError(
+                    f"The checkpoint in {self.folder} was made with {name} {then[name]}, not {now}; put that "
+                    "back to go on from it, or start anew."
+                )
 
     def _batches(self, epoch: int) -> list[Tensor]:
         count = len(cast(Sized, self.train))
@@ -224,7 +219,10 @@ class Training:
         self.model.eval()
         first = self._inputs([0])
         with torch.no_grad():
-            self.shares_tests = not any(any_of(not leaves_no_trace(self.model, lambda: self.forward(first))))
+            is_moved = self.test is None or not leaves_no_trace(
+                self.model, lambda: self.forward(first), draws=True
+            )
+        self.shares_tests = not any(any_of(is_moved))
         why, also = "Features of the frozen layers are cached.", ""
         if self.forward is self.model:
             with self._precision():
@@ -336,16 +334,8 @@ class Training:
         loss = self.losses[0] / max(1.0, self.losses[1])
         epoch = (self.step - 1) // self.per_epoch + 1
         times = {"seconds": self.seconds, "waited": self.waited}
-        history.epochs.append({"epoch": epoch, "loss": loss, **times, **scores})
+        history.add({"epoch": epoch, "loss": loss, **times}, scores, self.loop.patience)
         self.losses = [0.0, 0.0]
-        judge = next(iter(scores), "loss")
-        values = [_rank(entry[judge] if scores else -entry[judge]) for entry in history.epochs]
-        ranks = [(value, _rank(-entry["loss"])) for value, entry in zip(values, history.epochs, strict=True)]
-        if history.best < 0 or ranks[-1] > ranks[history.best]:  # only of the last one the weights are there
-            history.best = len(ranks) - 1
-        waited = len(values) - 1 - values.index(max(values))
-        if self.loop.patience and waited >= self.loop.patience and not history.why_ended:
-            history.why_ended = f"{judge} had not grown for {waited} epochs"
         history.why_ended = from_first(history.why_ended)  # on other processors scores may differ
         if self.on_epoch is not None and is_first():
             self.on_epoch(history)
@@ -359,7 +349,8 @@ class Training:
         mine = reads[rank() :: together()] if self.shares_tests else reads
         loader = self._loader(self.test, batch_sampler=mine)
         found = ((self.forward(_channels_last(inputs)), targets) for inputs, targets in loader)
-        return self.task.score(relayed(found, len(reads)) if self.shares_tests else found)
+        with seeded(random_seed(self.loop.seed, "test", self.step)):  # for a model that draws in tests too
+            return self.task.score(relayed(found, len(reads)) if self.shares_tests else found)
 
     def _is_over_time(self) -> bool:
         return bool(self.loop.minutes) and self.prepared + self.seconds >= 60 * self.loop.minutes
@@ -368,11 +359,6 @@ class Training:
 def _channels_last(inputs: Any) -> Any:
     is_pictures = isinstance(inputs, Tensor) and inputs.dim() == 4
     return inputs.to(memory_format=torch.channels_last) if is_pictures else inputs
-
-
-def _rank(value: float) -> float:
-    """What is no number comes last."""
-    return -math.inf if math.isnan(value) else value
 
 
 def _body(model: nn.Module, head: str) -> list[nn.Parameter]:

@@ -20,6 +20,7 @@ __all__ = [
     "from_first",
     "from_process",
     "is_first",
+    "is_plain",
     "rank",
     "settle",
     "together",
@@ -103,7 +104,7 @@ def from_process(owner: int, values: Sequence[Any]) -> Sequence[Any]:
     message = torch.empty(sum(rooms), dtype=torch.uint8)
     parts = [form.bytes_in(room) for form, room in zip(forms, message.split(rooms), strict=True)]
     if is_owner:
-        tensors = (value for value in values if type(value) is Tensor)
+        tensors = (value for value, form in zip(values, told, strict=True) if isinstance(form, _Form))
         for part, form, tensor in zip(parts, forms, tensors, strict=True):
             numbers = form.span // form.dtype.itemsize
             part.copy_(tensor.detach().as_strided((numbers,), (1,)).view(torch.uint8))
@@ -115,8 +116,15 @@ def from_process(owner: int, values: Sequence[Any]) -> Sequence[Any]:
     return [next(received) if isinstance(value, _Form) else value for value in told]
 
 
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor whose numbers lie in memory as they are."""
+    is_strided = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
+    is_as_it_lies = is_strided and not (value.is_quantized or value.is_conj() or value.is_neg())
+    return is_as_it_lies and not (value.is_nested or value.data_ptr() % value.dtype.itemsize)
+
+
 def _form_or_value(value: Any) -> Any:
-    if type(value) is not Tensor:
+    if not is_plain(value):
         return value
     return _Form(tuple(value.shape), value.stride(), value.dtype, value.data_ptr() % _ALIGNED)
 

@@ -8,7 +8,8 @@ gradients are exchanged and added up in the order of the batches. Tests exchange
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..errors import GradFilterError
 from ..seeding import seeded
 from ..splitting import Split, split
 from ..state import load_method_state_, method_state
-from .processes import any_of, from_process, rank, together
+from .processes import any_of, from_process, is_first, is_plain, rank, together
 
 __all__ = ["begin_alike_", "gathered", "leaves_no_trace", "relayed", "shared_split"]
 
@@ -32,63 +33,74 @@ def shared_split(model: nn.Module, example: Any) -> tuple[Split | None, str]:
     if "gradfilter_program" in model.__dict__ and isinstance(example, Tensor):
         try:
             parts = split(model.train())
-            found = parts if _is_pure(model, parts, example) else None
+            found = parts if leaves_no_trace(model, lambda: parts.prefix(example), draws=True) else None
             why = "Frozen layers draw random numbers or gather statistics."
         except GradFilterError as error:
             why = str(error)
     return (None, why) if any(any_of(found is None)) else (found, "")
 
 
-def _is_pure(model: nn.Module, parts: Split, example: Tensor) -> bool:
-    """Whether the frozen part neither draws random numbers nor changes anything, as dropout and norms may."""
-    states = []
-
-    def run() -> None:
-        states.append(torch.get_rng_state())
-        parts.prefix(example)
-        states.append(torch.get_rng_state())
-
-    return leaves_no_trace(model, run) and torch.equal(*states)
-
-
-def leaves_no_trace(model: nn.Module, run: Callable[[], object]) -> bool:
-    """Whether it changes no statistics of norms and nothing that methods remember; all is put back.
+def leaves_no_trace(model: nn.Module, run: Callable[[], object], draws: bool = False) -> bool:
+    """Whether it changes no buffers and nothing that methods remember; all is put back.
 
     What cannot run leaves a trace: a batch norm has no statistics of one sample.
+
+    draws: random numbers that it draws are a trace too.
     """
-    buffers, memory = [buffer.clone() for buffer in model.buffers()], method_state(model)
+    is_usual = all(isinstance(module._buffers, dict) for module in model.modules())  # torch.jit has others
+    if not is_usual or not all(is_plain(buffer) for buffer in model.buffers()):
+        return False  # it may be none that can be compared
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    memory = {name: value.clone() for name, value in method_state(model).items()}
     try:
         for module in model.modules():
             if "gradfilter_program" in module.__dict__:
                 module.__dict__["gradfilter_program"].check_calibrated()  # else this would be part of it
         with seeded(0):
+            before = torch.get_rng_state()
             run()
+            has_drawn = not torch.equal(before, torch.get_rng_state())
         remembered = method_state(model)
-    except (GradFilterError, RuntimeError, ValueError):
+        is_same = [_holds_the_same(now, then) for now, then in held]
+    except Exception:  # whatever a forward does that is not made for this sample
         return False
     finally:
-        unchanged = [_put_back(now, then) for now, then in zip(model.buffers(), buffers, strict=True)]
+        for now, then in held:
+            now.clear()
+            now.update(then)
+        is_same_inside = [_put_back(now, then) for now, then in buffers]
         load_method_state_(model, memory)
-    same_memory = remembered.keys() == memory.keys() and all(
-        torch.equal(remembered[name], memory[name]) for name in memory
-    )
-    return same_memory and all(unchanged)
+    same_memory = _holds_the_same(remembered, memory, torch.equal)
+    return same_memory and all(is_same) and all(is_same_inside) and not (draws and has_drawn)
 
 
-def begin_alike_(model: nn.Module) -> None:
-    """Give a model the numbers that the first process's model has, where it has others."""
-    own = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    for now, firsts in zip(own, from_process(0, own), strict=True):
-        _put_back(now, firsts)
+def _holds_the_same(
+    now: Mapping[str, Any], then: Mapping[str, Any], same: Callable[[Any, Any], bool] = operator.is_
+) -> bool:
+    return now.keys() == then.keys() and all(same(now[name], then[name]) for name in then)
 
 
 @torch.no_grad()
 def _put_back(now: Tensor, then: Tensor) -> bool:
     """Whether it was as it should be."""
-    if bool(((now == then) | (now.isnan() & then.isnan())).all()):
+    if now.shape == then.shape and bool(((now == then) | (now.isnan() & then.isnan())).all()):
         return True
-    now.copy_(then)
+    now.resize_(then.shape).copy_(then)
     return False
+
+
+@torch.no_grad()
+def begin_alike_(model: nn.Module) -> None:
+    """Give a model the numbers that the first process's model has."""
+    if together() == 1:
+        return
+    own = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    for now, firsts in zip(own, from_process(0, own), strict=True):
+        if not is_first():
+            # of what is expanded, the one copy that there is
+            there = tuple(slice(None) if step else slice(1) for step in now.stride())
+            now[there].copy_(firsts[there])
 
 
 def relayed(mine: Iterable[Sequence[Any]], count: int) -> Iterator[Any]:

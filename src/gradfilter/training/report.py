@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,10 @@ def plain(value: Any) -> Any:
         return {str(key): plain(own) for key, own in value.items()}
     if isinstance(value, list | tuple):
         return [plain(own) for own in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int | bool) else str(value)
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Integral):  # numpy's numbers are such too
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)

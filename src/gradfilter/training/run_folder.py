@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from torch import nn
 from ..errors import GradFilterError
 from ..exports import write_safetensors
 from ..files import write
+from ..locking import LOCK, held
 from ..merging import without_adapters
+from . import checkpoint
 from .report import Report, plain, write_report
 from .settings import Config
 
 __all__ = ["RunFolder"]
 
-_CONFIG, _METRICS, _BEST = "config.json", "metrics.jsonl", "best.json"
+_CONFIG, _METRICS, _BEST, _REPORT = "config.json", "metrics.jsonl", "best.json", "report.json"
+_FOUND = {"classes", "ignore", "samples"}
 
 
 class RunFolder:
@@ -73,12 +76,25 @@ class RunFolder:
             raise GradFilterError(f"{folder / _CONFIG} is damaged; start the run anew under another name.")
         return cls(folder, config)
 
+    def held(self) -> AbstractContextManager[None]:
+        """Train in it, alone."""
+        return held(self.path)
+
+    def check_resumable(self) -> None:
+        """That it goes on from a checkpoint, or from the start only where none can have been written yet."""
+        seen = len(self.epochs())
+        if (seen > 1 or (self.path / _REPORT).exists()) and not (self.checkpoint / checkpoint.INDEX).exists():
+            raise GradFilterError(
+                f"{self.path} has results of {seen} epochs, but no checkpoint to go on from; start a new run "
+                f"on top of it: --weights {self.path}."
+            )
+
     def discard(self) -> None:
         """Take the run away again, if nothing was trained yet: else it would be in the next one's way."""
         with suppress(OSError):  # it may hold what is not ours, or be gone with its disk
             if self.checkpoint.exists() or self.epochs():
                 return
-            for name in (_CONFIG, _METRICS):
+            for name in (_CONFIG, _METRICS, LOCK):
                 (self.path / name).unlink(missing_ok=True)
             if self.is_new:
                 shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
@@ -88,7 +104,7 @@ class RunFolder:
     def found(self) -> dict[str, Any]:
         """What the run found out about its data, and decided by it."""
         facts = self.config.get("found")
-        if not isinstance(facts, dict):
+        if not isinstance(facts, dict) or not facts.keys() >= _FOUND:
             raise GradFilterError(f"{self.path / _CONFIG} is damaged; start the run anew under another name.")
         return facts
 
@@ -154,10 +170,10 @@ class RunFolder:
     def best_noted(self) -> dict[str, Any]:
         """What ``note_best`` wrote; nothing if it did not."""
         try:
-            noted: dict[str, Any] = json.loads((self.path / _BEST).read_text())
+            noted = json.loads((self.path / _BEST).read_text())
         except (OSError, ValueError):
             return {}
-        return noted
+        return noted if isinstance(noted, dict) else {}
 
     def write_report(self, report: Report) -> None:
         write_report(self.path, report)

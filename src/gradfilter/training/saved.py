@@ -58,6 +58,8 @@ def open_run(folder: str | os.PathLike[str], which: str = "best") -> Saved:
 def weights_of(run: RunFolder, which: str) -> Path:
     """The file of a run's best or last weights."""
     file = run.best if which == "best" else run.last
+    if not file.exists() and run.epochs():
+        raise GradFilterError(f"{file} is gone; put it back, or train anew.")
     if not file.exists():
         raise GradFilterError(
             f"{run.path} has no weights yet: it was stopped in its first epoch; go on with it by "

@@ -17,6 +17,7 @@ from ..data.samples import Data, Samples
 from ..data.transforms import MARGIN, Transformed, test_transform, train_transform
 from ..errors import GradFilterError
 from ..progress import Tell, silent
+from .processes import together
 from .settings import Config
 
 __all__ = ["as_read", "open_sets", "parts_of", "transformed", "usual_size"]
@@ -46,24 +47,26 @@ class Part:
         return [labels[index] for index in self.indices]
 
 
-def open_sets(config: Config, tell: Tell = silent) -> tuple[Data, str]:
-    """The data of a job, and a sentence on what of it is used, if not all is."""
+def open_sets(config: Config, tell: Tell = silent, *, to_train: bool = True) -> tuple[Data, str]:
+    """The data of a job, and what is to be said of it if not all is used."""
     data = open_data(
         config.data,
         download=config.download,
         task=None if config.task == "auto" else config.task,
         holdout=config.holdout,
+        to_train=to_train,
         tell=tell,
     )
-    said = ""
+    said = [data.left_out]
     if config.partition != "none":
-        parts, said = parts_of(config, labels_of(data.train))
+        parts, sentence = parts_of(config, labels_of(data.train))
+        said.append(sentence)
         data = replace(data, train=Part(data.train, parts[config.client].tolist()))
     if config.shots:
-        chosen = few_shot(labels_of(data.train), config.shots, config.seed).tolist()
+        chosen = few_shot(labels_of(data.train), config.shots, config.seed, data.classes).tolist()
         data = replace(data, train=Part(data.train, chosen))
-        said += f"{config.shots} of each class, {len(chosen)} samples."
-    return data, said
+        said.append(f"{config.shots} of each class, {len(chosen)} samples.")
+    return data, " ".join(filter(None, said))
 
 
 def parts_of(config: Config, labels: list[int]) -> tuple[list[Tensor], str]:
@@ -76,7 +79,7 @@ def parts_of(config: Config, labels: list[int]) -> tuple[list[Tensor], str]:
     own = len(parts[config.client])
     return parts, (
         f"Client {config.client} of {config.clients} ({config.partition}): {own} samples; the clients' "
-        f"classes are {apart:.2f} apart (total variation, 0 to 1). "
+        f"classes are {apart:.2f} apart (total variation, 0 to 1)."
     )
 
 
@@ -121,4 +124,5 @@ def _pixels_fit(data: Data, config: Config) -> bool:
         return False
     shorter = MARGIN * config.size
     count = len(data.train) + len(data.test)
-    return count * shorter * shorter * 1.5 * (3 + len(files) - 1) <= free / 4
+    needed = together() * count * shorter * shorter * 1.5 * (3 + len(files) - 1)
+    return needed <= free / 4

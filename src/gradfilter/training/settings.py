@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..errors import GradFilterError, nearest
 
-__all__ = ["Config", "Loop", "described", "help_of"]
+__all__ = ["Config", "Loop", "check_kind", "described", "help_of", "shown"]
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -62,16 +63,21 @@ class Loop:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            check_kind(name, getattr(self, name), kind)
         self._check(1, "epochs", "batch", "accumulate")
         self._check(0, "steps", "lr", "lr_end", "momentum", "weight_decay", "warmup", "warmup_steps", "clip")
-        self._check(0, "head_steps", "minutes", "patience")
+        self._check(0, "head_steps", "minutes", "patience", "seed")
         if not 0 <= self.label_smoothing < 1:
             raise GradFilterError(f"label_smoothing must be from 0 to below 1, not {self.label_smoothing}.")
 
     def _check(self, least: int, *names: str) -> None:
         for name in names:
-            if not getattr(self, name) >= least:
-                raise GradFilterError(f"{name} must be at least {least}, not {getattr(self, name)}.")
+            value = getattr(self, name)
+            if not value >= least:
+                raise GradFilterError(f"{name} must be at least {least}, not {value}.")
+            if isinstance(value, int) and value >= 2**63:  # torch takes no larger ones
+                raise GradFilterError(f"{name} must be from {least} to 2**63 - 1, not {value}.")
 
 
 @dataclass(frozen=True)
@@ -154,25 +160,36 @@ class Config(Loop):
         for name in values:
             if name not in known:
                 raise GradFilterError(f"{where} has {name}, which is no setting.{nearest(name, known)}")
-        kinds = get_type_hints(cls)
-        for name, value in values.items():
-            if not _fits(value, kinds[name]):
-                raise GradFilterError(f"{where}: {name} must be {described(kinds[name])}, not {value!r}.")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except GradFilterError as error:
+            raise GradFilterError(f"{where}: {error}") from None
 
     def loop(self) -> Loop:
         """The part that ``gf.fit`` takes."""
         return Loop(**{each.name: getattr(self, each.name) for each in fields(Loop)})
 
 
+def check_kind(name: str, value: Any, kind: Any) -> None:
+    """Refuse a value of another kind; a whole number is a number too.
+
+    >>> check_kind("lr", 1, float)
+    >>> check_kind("optimizer", "lion", Literal["sgd", "adamw"])
+    Traceback (most recent call last):
+    gradfilter.errors.GradFilterError: optimizer must be sgd or adamw, not 'lion'.
+    """
+    if not _fits(value, kind):
+        raise GradFilterError(f"{name} must be {described(kind)}, not {shown(value)}.")
+
+
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
-        return value in get_args(kind)
+        return isinstance(value, str) and value in get_args(kind)
     if get_origin(kind) is dict:
         return isinstance(value, dict) and all(isinstance(t, str) for pair in value.items() for t in pair)
     if isinstance(value, bool):
         return kind is bool
-    return isinstance(value, int | float if kind is float else kind)
+    return isinstance(value, {int: Integral, float: Real}.get(kind, kind))  # numpy's numbers too
 
 
 def described(kind: Any) -> str:
@@ -184,6 +201,20 @@ def described(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(get_args(kind))
     return _KINDS.get(kind, 'methods by layer, such as {"layer4.*": "Exact()"}')
+
+
+def shown(value: Any) -> str:
+    """A wrong value, in words.
+
+    >>> shown("many"), shown([1, 2])
+    ("'many'", 'a list')
+    """
+    kind = type(value).__name__
+    return (
+        repr(value)
+        if isinstance(value, str | int | float | None)
+        else f"a{'n' if kind[0] in 'AEIOUaeiou' else ''} {kind}"
+    )
 
 
 def help_of(*kinds: type) -> dict[str, str]:
