@@ -209,12 +209,10 @@ def shown(value: Any) -> str:
     >>> shown("many"), shown([1, 2])
     ("'many'", 'a list')
     """
+    if isinstance(value, str | int | float | None):
+        return repr(value)
     kind = type(value).__name__
-    return (
-        repr(value)
-        if isinstance(value, str | int | float | None)
-        else f"a{'n' if kind[0] in 'AEIOUaeiou' else ''} {kind}"
-    )
+    return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
 
 
 def help_of(*kinds: type) -> dict[str, str]:
