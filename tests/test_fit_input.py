@@ -90,7 +90,6 @@ def assert_refused(sentence: str, **given: Any) -> None:
         ({"folder": 3}, "folder must be a path, not 3."),
         ({"resume": True}, "resume needs the folder of the training to go on with."),
     ],
-    ids=str,
 )
 def test_settings_that_are_none(change: dict[str, Any], sentence: str) -> None:
     assert_refused(sentence, **change)
@@ -170,7 +169,6 @@ def test_all_processes_refuse_what_the_first_would_write_over(tmp_path: Path) ->
         ({"train": []}, "The training set is empty."),
         ({"test": []}, "The test set is empty; give None to train without tests."),
     ],
-    ids=str,
 )
 def test_parts_that_are_something_else(change: dict[str, Any], sentence: str) -> None:
     assert_refused(sentence, **change)
