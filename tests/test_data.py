@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import pickle
+import re
 import struct
 import tarfile
 import zlib
@@ -818,11 +819,12 @@ def test_a_decoder_may_fail_with_any_error(tmp_path: Path, monkeypatch: pytest.M
 def test_a_path_that_is_too_long_is_a_sentence(tmp_path: Path) -> None:
     for spec in ("x" * 5000, f"folder:{'x' * 5000}", f"csv:{tmp_path}/{'x' * 300}.csv"):
         told = refusal(spec)
-        assert "cannot be opened: File name too long; correct the path" in told
+        # from Python 3.14 on, such a path is one where nothing is
+        assert re.search("cannot be opened: File name too long; correct the path|is neither|no data", told)
         assert len(told) < 1000
     told = refusal(put_csv(tmp_path, "path,label", f"{'x' * 5000},cat"))
     assert "list.csv, line 2: the file " in told
-    assert "cannot be opened (File name too long)" in told
+    assert re.search(r"cannot be opened \(File name too long\)|does not exist", told)
     assert len(told) < 1000
 
 

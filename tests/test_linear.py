@@ -24,7 +24,8 @@ def threads() -> Iterator[Any]:
 
 
 def results(run: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor) -> list[Tensor]:
-    inputs = [nn.Parameter(t.detach().clone()) for t in (x, weight, bias) if t is not None]
+    own = [nn.Parameter(t.detach().clone()) for t in (weight, bias) if t is not None]
+    inputs = [x.detach().clone().requires_grad_(), *own]
     made = run(*inputs, *([None] if bias is None else []))
     return [made.detach(), *torch.autograd.grad(made, inputs, seed)]
 

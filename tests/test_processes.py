@@ -171,7 +171,10 @@ from gradfilter.training.relay import begin_alike_
 model = nn.Linear(2, 2)
 model.register_buffer("zero", torch.zeros(1) * (-1 if rank else 1))
 model.register_buffer("expanded", torch.full((1, 3), float(rank)).expand(2, 3))
+model.register_buffer("sparse", torch.eye(2).to_sparse() * (rank + 1))
 begin_alike_(model)
+assert torch.equal(model.sparse.to_dense(), torch.eye(2))
+del model.sparse
 assert not model.zero.signbit() and model.expanded.tolist() == [[0.0] * 3] * 2
 torch.save(model.state_dict(), folder / f"{rank}.pt")
 """

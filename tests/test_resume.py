@@ -188,9 +188,36 @@ def test_a_run_among_the_class_folders_is_refused(
         for index in range(4):
             Image.new("RGB", (16, 16), (60 * index, 0, 0)).save(tmp_path / name / f"{index}.png")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", *TINY, "--shots", "0", "--data", "."]) == 2
-    assert "runs/1 would lie among the class folders" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+    for options in ([], ["--out", "."], ["--out", ".run", "--cache-folder", "kept"]):
+        assert cli.main(["train", *TINY, "--shots", "0", "--data", ".", *options]) == 2
+        assert "would lie among the class folders" in capsys.readouterr().err
+        assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+    assert cli.main(["train", *TINY, "--shots", "0", "--data", ".", "--out", ".runs/1"]) == 0
+
+
+def test_a_new_run_in_a_folder_that_another_holds_takes_nothing_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    other = subprocess.Popen([sys.executable, "-c", HOLDING, str(run)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert cli.main(["train", *TINY, "--out", str(run)]) == 2
+        assert "is in use by process" in capsys.readouterr().err
+        assert (run / "config.json").exists()
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def test_a_full_disk_does_not_hinder_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.getpid", full)  # which it would write
+    with held(tmp_path / "new"):
+        assert (tmp_path / "new").is_dir()
 
 
 def test_too_large_a_picture_is_told_as_a_lack_of_memory(

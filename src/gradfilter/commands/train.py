@@ -140,10 +140,6 @@ def _run(arguments: argparse.Namespace) -> None:
             job = prepare(arguments.config, tell=tell, say=tell.say)
         try:
             history = job.train()
-        except (GradFilterError, RuntimeError):  # the latter where another process failed
-            if is_first() and not arguments.resume:
-                job.run.discard()
-            raise
         except KeyboardInterrupt:
             way_on = f"gradfilter train --resume {job.run.path} goes on."
             raise KeyboardInterrupt(f"interrupted; {way_on}") from None

@@ -15,7 +15,7 @@ from .download import Archive, fetch
 from .request import Request, shortened
 from .samples import Data, Task
 
-__all__ = ["KINDS", "Kind", "is_same_place", "located", "open_data"]
+__all__ = ["KINDS", "Kind", "is_same_place", "located", "open_data", "path_of"]
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ def located(spec: str) -> str:
     """
     name, _, rest = spec.partition(":")
     if name in KINDS:
-        return f"{name}:{Path(rest).expanduser().absolute()}" if rest else spec
-    return str(Path(spec).expanduser().absolute())
+        return f"{name}:{path_of(spec).absolute()}" if rest else spec
+    return str(path_of(spec).absolute())
 
 
 def is_same_place(one: str, other: str) -> bool:
@@ -254,10 +254,11 @@ def is_same_place(one: str, other: str) -> bool:
     >>> is_same_place("folder:/data/pets", "/data/../data/pets/"), is_same_place("/data/a", "/data/b")
     (True, False)
     """
-    return _place(one).resolve() == _place(other).resolve()
+    return path_of(one).resolve() == path_of(other).resolve()
 
 
-def _place(spec: str) -> Path:
+def path_of(spec: str) -> Path:
+    """Where a text says that the data lies."""
     name, _, rest = spec.partition(":")
     if name in KINDS and not rest:
         return _usual_place(name)
@@ -267,7 +268,7 @@ def _place(spec: str) -> Path:
 
 def _parse(spec: str) -> tuple[str, Path]:
     """The kind that a text names, or "", and the path."""
-    name, path = spec.partition(":")[0], _place(spec)
+    name, path = spec.partition(":")[0], path_of(spec)
     if name in KINDS:
         return name, path
     if not path.exists():

@@ -56,8 +56,10 @@ def _rows(file: Path) -> list[dict[str, str]]:
     for line, row in enumerate(rows, 2):
         for name in ("path", "label", "split"):
             if name in columns:
-                row[name] = (row[name] or "").strip()
-                if not row[name]:
+                row[name] = row[name] or ""
+                if name != "path":  # a file's name may begin or end with a blank
+                    row[name] = row[name].strip()
+                if not row[name].strip():
                     raise GradFilterError(
                         f"{file}, line {line}: a value is missing; fill it in or remove the line."
                     )
@@ -73,10 +75,11 @@ def _text(file: Path) -> str:
 
 
 def _existing(file: Path, name: str, line: int) -> Path:
-    path = file.parent / name
+    path = file.parent / name.strip()
     try:
-        if path.is_file():
-            return path
+        for found in (file.parent / name, path):
+            if found.is_file():
+                return found
         why = "does not exist"
     except OSError as error:  # a name that is too long, a folder without permission
         why = f"cannot be opened ({error.strerror})"

@@ -15,11 +15,7 @@ __all__ = ["make_traceable_"]
 def make_traceable_(model: Any) -> None:
     """Its check of the picture's size branches on what it reads; ours is one node of a graph."""
     if getattr(model, "requires_divisible_input_shape", False):
-        model.__dict__["check_input_shape"] = partial(_check_input, model.encoder)
-
-
-def _check_input(encoder: Any, x: Any) -> None:
-    check_sides(encoder.output_stride, x)
+        model.__dict__["check_input_shape"] = partial(check_sides, model.encoder.output_stride)
 
 
 def check_sides(multiple: int, x: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from ..cache import FeatureCache
 from ..errors import GradFilterError, nearest
+from ..locking import held
 from ..methods import Method
 from ..plans import Plan
 from ..program import accelerate_if_possible_
@@ -19,7 +21,7 @@ from ..surgery import apply_
 from .given import check_parts, checked_set, place_of
 from .history import History
 from .loop import Samples, Task, Training
-from .processes import settle
+from .processes import is_first, settle
 from .relay import begin_alike_
 from .settings import Loop
 
@@ -72,7 +74,7 @@ def fit(
     loop = Loop(**settings)
     if cache and loop.precision == "bf16":
         raise GradFilterError("fit's cache keeps features of float32; leave precision='bf16' or cache out.")
-    check_parts(model, task, loop, workers)
+    check_parts(model, task, loop, workers, has_test=test is not None)
     train = checked_set(train, "train", model, task, loop.precision)
     test = None if test is None else checked_set(test, "test", model, task, loop.precision)
     place = place_of(folder, resume)
@@ -92,8 +94,9 @@ def fit(
     training = Training(
         model, train, test, task, loop, forward=forward, folder=place, workers=workers, tell=tell
     )
-    if resume and not training.resume():
-        raise GradFilterError(f"There is no checkpoint in {folder} to go on from; leave resume out.")
-    history = training.run()
+    with held(place) if place is not None and is_first() else nullcontext():
+        if resume and not training.resume():
+            raise GradFilterError(f"There is no checkpoint in {folder} to go on from; leave resume out.")
+        history = training.run()
     settle()
     return history

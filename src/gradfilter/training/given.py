@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from .tasks import Classification, Segmentation
 __all__ = ["check_parts", "checked_set", "place_of"]
 
 
-def check_parts(model: Any, task: Any, loop: Loop, workers: Any) -> None:
+def check_parts(model: Any, task: Any, loop: Loop, workers: Any, has_test: bool) -> None:
     """That they are what they are called."""
     if not isinstance(model, nn.Module):
         raise GradFilterError(f"model must be a torch.nn.Module, not {shown(model)}.")
-    has_all = all(callable(getattr(task, name, None)) for name in ("loss", "score", "count"))
-    if isinstance(task, type) or not has_all:
+    needed = ("loss", "count", *(["score"] if has_test else []))
+    if isinstance(task, type) or not all(callable(getattr(task, name, None)) for name in needed):
         raise GradFilterError(
-            f"task must be gf.Classification(classes) or gf.Segmentation(classes), not {shown(task)}."
+            "task must be gf.Classification(classes) or gf.Segmentation(classes), or have "
+            f"{', '.join(needed)} as they do; it is {shown(task)}."
         )
     if loop.label_smoothing:
         raise GradFilterError(
@@ -99,7 +101,7 @@ def _batch_of(value: Any) -> Any:
 def _takes(model: nn.Module, batch: Tensor, precision: str) -> bool:
     """Whether a model does something with numbers of another kind than its own, such as pictures of bytes."""
     is_training = model.training
-    mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    mixed = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
     try:
         with torch.no_grad(), seeded(0), mixed:
             model.eval()(batch)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..bench.environment import available_memory
 from ..cache import FeatureCache
 from ..data.check import check
-from ..data.kinds import located
+from ..data.kinds import located, path_of
 from ..data.samples import Data
 from ..errors import GradFilterError
 from ..models._torchvision import library
@@ -60,11 +60,17 @@ class Job:
     said: str = ""
     tell: Tell = silent
     say: Say = silent
+    goes_on: bool = False
 
     def train(self) -> History:
         """Train to the end, with all that belongs into the run's folder."""
         with self.run.held() if is_first() else nullcontext():
-            return self._train()
+            try:
+                return self._train()
+            except (GradFilterError, RuntimeError, MemoryError):  # the second where another process failed
+                if is_first() and not self.goes_on:
+                    self.run.discard()
+                raise
 
     def _train(self) -> History:
         begun = time.monotonic()
@@ -151,11 +157,11 @@ class Job:
     def _end_epoch(
         self, history: History, task: Classification | Segmentation, listeners: Sequence[Listener]
     ) -> None:
-        for listener in listeners:
-            listener(history.epochs[-1])
         self.run.save(self.model, best=history.is_best)
         if history.is_best:
             self.run.note_best(history.epochs[-1], task.confusion)
+        for listener in listeners:  # an epoch is noted when its weights are there
+            listener(history.epochs[-1])
 
 
 def prepare(config: Config, *, tell: Tell = silent, say: Say = print) -> Job:
@@ -197,15 +203,26 @@ def _check_output(config: Config, data: Data, model: nn.Module) -> None:
 
 
 def _check_place(config: Config, data: Data) -> None:
-    """That the run's folder does not lie beside the class folders: it would be taken for one of them."""
-    place = Path(config.data.removeprefix("folder:"))
-    folders = {place / name for name in data.classes}
-    are_there = any(folders.intersection(file.absolute().parents) for file in data.train.files(0))
-    if are_there and Path(config.out).absolute().is_relative_to(place):
-        raise GradFilterError(
-            f"The run's folder {config.out} would lie among the class folders of {place}; give another "
-            "one by --out, or start gradfilter elsewhere."
-        )
+    """That nothing is written beside the class folders: it would be taken for one of them."""
+    if path_of(config.data).is_file():
+        return
+    first = (file.resolve() for part in (data.train, data.test) for file in part.files(0))
+    roots = {folder.parent for file in first for folder in file.parents if folder.name in data.classes}
+    for option, place in (("out", config.out), ("cache-folder", config.cache_folder)):
+        for root in roots if place else ():
+            if _is_seen_in(root, Path(place).resolve()):
+                raise GradFilterError(
+                    f"{place} would lie among the class folders of {root}; give another --{option}, or start "
+                    "gradfilter elsewhere."
+                )
+
+
+def _is_seen_in(root: Path, folder: Path) -> bool:
+    """Whether one that lists the folders in root finds it, or one that it is in."""
+    if not folder.is_relative_to(root):
+        return False
+    inside = folder.relative_to(root).parts
+    return not inside or inside[0][0] not in "._"
 
 
 def _check_cache(config: Config, plan: Plan) -> None:
@@ -260,7 +277,7 @@ def go_on(folder: str | os.PathLike[str], *, tell: Tell = silent, say: Say = pri
     model = built(config, len(data.classes))  # as at the start: methods and caches look at the first weights
     plan = plan_of(config, model)
     make_ready_(model, plan, config)
-    return _introduced(Job(config, data, model, plan, run, said, tell, say))
+    return _introduced(Job(config, data, model, plan, run, said, tell, say, goes_on=True))
 
 
 def _resolved(config: Config, data: Data) -> Config:

@@ -99,6 +99,7 @@ class Training:
         self.per_epoch = math.ceil(len(self._batches(0)) / loop.accumulate)
         self.steps = loop.steps or self.per_epoch * loop.epochs
         self.warmup = loop.warmup_steps or round(loop.warmup * self.per_epoch)
+        self.finite = self.parameters
         self.body = _body(model, loop.head) if loop.head_steps else []
         self.frozen: Split | None = None  # where several processes share the frozen layers
         self.shares_batches = False  # of every step
@@ -118,6 +119,7 @@ class Training:
         before = self.seconds
         with StopAsked() as stop_asked:
             self.optimizer.zero_grad()  # what somebody else left there
+            self.finite = [p for p in self.parameters if p.isfinite().all()]  # unused ones may not be
             if together() > 1 and self.step < self.steps:
                 self._share_out()
             while self.step < self.steps and not self.history.why_ended:
@@ -294,7 +296,7 @@ class Training:
 
     def _check_weights(self) -> None:
         """Before they are kept: no run can go on from, or be tested with, what is not finite."""
-        if not all(bool(parameter.isfinite().all()) for parameter in self.parameters):
+        if not all(bool(parameter.isfinite().all()) for parameter in self.finite):
             raise self._diverged(f"After step {self.step} some weights are")
 
     def _diverged(self, what: str) -> GradFilterError:

@@ -95,12 +95,15 @@ def begin_alike_(model: nn.Module) -> None:
     """Give a model the numbers that the first process's model has."""
     if together() == 1:
         return
-    own = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    for now, firsts in zip(own, from_process(0, own), strict=True):
-        if not is_first():
-            # of what is expanded, the one copy that there is
+    own = [*model.parameters(), *model.buffers()]
+    for now, firsts in zip(own, from_process(0, [tensor.detach() for tensor in own]), strict=True):
+        if is_first():
+            continue
+        if is_plain(firsts):  # of what is expanded, the one copy that there is
             there = tuple(slice(None) if step else slice(1) for step in now.stride())
             now[there].copy_(firsts[there])
+        else:
+            now.copy_(firsts)
 
 
 def relayed(mine: Iterable[Sequence[Any]], count: int) -> Iterator[Any]:

@@ -51,10 +51,14 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(folder, error) from None
         if any((folder / name).exists() for name in (_CONFIG, _METRICS, "checkpoint")):
-            raise GradFilterError(
-                f"{folder} holds a run already; go on with it by --resume {folder}, or give another name."
-            )
+            raise _taken(folder)
         run = cls(folder, plain(config), is_new=is_new)
+        try:
+            (folder / _CONFIG).open("x").close()  # of two that begin at once, one is the first
+        except FileExistsError:
+            raise _taken(folder) from None
+        except OSError as error:
+            raise _unwritable(folder, error) from None
         try:
             write(folder / _CONFIG, json.dumps(run.config, indent=1) + "\n")
         except GradFilterError:
@@ -185,6 +189,12 @@ def _entry(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) and "epoch" in found else None
+
+
+def _taken(folder: Path) -> GradFilterError:
+    return GradFilterError(
+        f"{folder} holds a run already; go on with it by --resume {folder}, or give another name."
+    )
 
 
 def _unwritable(path: Path, error: OSError) -> GradFilterError:

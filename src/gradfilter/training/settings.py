@@ -67,7 +67,9 @@ class Loop:
             check_kind(name, getattr(self, name), kind)
         self._check(1, "epochs", "batch", "accumulate")
         self._check(0, "steps", "lr", "lr_end", "momentum", "weight_decay", "warmup", "warmup_steps", "clip")
-        self._check(0, "head_steps", "minutes", "patience", "seed")
+        self._check(0, "head_steps", "minutes", "patience")
+        if not -(2**63) <= self.seed < 2**63:
+            raise GradFilterError(f"seed must be from -2**63 to 2**63 - 1, not {self.seed}.")
         if not 0 <= self.label_smoothing < 1:
             raise GradFilterError(f"label_smoothing must be from 0 to below 1, not {self.label_smoothing}.")
 

@@ -22,7 +22,7 @@ def labels_in(targets: Any, classes: int, ignore: int | None = None) -> Tensor:
     Traceback (most recent call last):
     gradfilter.errors.GradFilterError: A label is 5, but there are 2 classes, 0 to 1; correct the ...
     """
-    labels = _whole(targets, 1, "A label must be one whole number")
+    labels = _whole(targets, range(1, 2), "A label must be one whole number")
     for label in _outside(labels, classes, ignore):
         raise GradFilterError(
             f"A label is {label}, but there are {classes} classes, 0 to {classes - 1}; correct the labels, "
@@ -33,7 +33,7 @@ def labels_in(targets: Any, classes: int, ignore: int | None = None) -> Tensor:
 
 def masks_in(targets: Any, classes: int, ignore: int) -> Tensor:
     """The masks of a batch as int64, if each pixel is of a class, or ``ignore``."""
-    masks = _whole(targets, 3, "A mask must be a tensor (H, W) of whole numbers")
+    masks = _whole(targets, range(2, 6), "A mask must be a tensor (H, W) of whole numbers")
     for label in _outside(masks, classes, ignore):
         raise GradFilterError(
             f"A mask has {label}, but there are {classes} classes, 0 to {classes - 1}, and {ignore} for "
@@ -43,8 +43,8 @@ def masks_in(targets: Any, classes: int, ignore: int) -> Tensor:
     return masks
 
 
-def _whole(targets: Any, dims: int, wanted: str) -> Tensor:
-    if not isinstance(targets, Tensor) or targets.dtype not in _WHOLE or targets.dim() != dims:
+def _whole(targets: Any, dims: range, wanted: str) -> Tensor:
+    if not isinstance(targets, Tensor) or targets.dtype not in _WHOLE or targets.dim() not in dims:
         raise GradFilterError(f"{wanted}, not {_first_of(targets)}.")
     return targets.long()
 

@@ -101,13 +101,14 @@ class Segmentation:
 
     def _as_large(self, output: Any, masks: Tensor) -> Tensor:
         scores = class_scores(output, self.classes)
-        if scores.dim() != 4:
-            raise GradFilterError(
-                f"The model gives {tuple(scores.shape)}, but Segmentation needs one class per pixel, (N, "
-                f"{self.classes}, H, W); take gf.Classification({self.classes}) if pictures have classes."
-            )
-        if scores.shape[2:] == masks.shape[1:]:
+        if scores.shape[2:] == masks.shape[1:]:  # also of lines and volumes
             return scores
+        if scores.dim() != 4 or masks.dim() != 3:
+            raise GradFilterError(
+                f"The model gives {tuple(scores.shape)} for masks {tuple(masks.shape)}, but Segmentation "
+                f"needs one class per pixel, (N, {self.classes}, H, W) for (N, H, W); take "
+                f"gf.Classification({self.classes}) if pictures have classes."
+            )
         return interpolate(scores, size=masks.shape[1:], mode="bilinear", align_corners=False)
 
 
