@@ -123,6 +123,12 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         assert_refused(f"{folder} cannot be a folder, as {file} is a file", folder=folder)
 
 
+def test_no_folder_is_made_where_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    place = tmp_path / "nowhere"
+    assert_refused(f"There is no checkpoint in {place} to go on from", folder=place, resume=True)
+    assert not place.exists()
+
+
 def test_an_earlier_training_is_not_written_over(tmp_path: Path) -> None:
     fit(folder=tmp_path)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}

@@ -95,8 +95,8 @@ def fit(
         model, train, test, task, loop, forward=forward, folder=place, workers=workers, tell=tell
     )
     with held(place) if place is not None and is_first() else nullcontext():
-        if resume and not training.resume():
-            raise GradFilterError(f"There is no checkpoint in {folder} to go on from; leave resume out.")
+        if resume:
+            training.resume()
         history = training.run()
     settle()
     return history

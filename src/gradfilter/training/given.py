@@ -52,7 +52,10 @@ def place_of(folder: Any, resume: bool) -> Path | None:
     for path in () if place is None else (place, *place.parents):
         if path.is_file():
             raise GradFilterError(f"{folder} cannot be a folder, as {path} is a file; give another one.")
-    is_taken = place is not None and not resume and (place / checkpoint.INDEX).exists()
+    is_there = place is not None and (place / checkpoint.INDEX).exists()
+    if resume and not is_there:
+        raise GradFilterError(f"There is no checkpoint in {folder} to go on from; leave resume out.")
+    is_taken = is_there and not resume
     if any(any_of(is_taken)):  # asked together: the first of several processes may soon write one
         raise GradFilterError(
             f"{folder or 'The folder'} holds the checkpoint of an earlier training; go on with it "
