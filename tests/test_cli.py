@@ -216,3 +216,9 @@ def test_the_core_works_without_numpy() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "GradientFilter(patch=2)" in done.stdout
+
+
+def test_no_command_takes_abbreviated_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "tiny", "--lay", "last:1"])
+    assert "--lay" in capsys.readouterr().err

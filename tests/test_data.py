@@ -890,3 +890,13 @@ def test_masks_without_classes_say_what_is_missing(tmp_path: Path) -> None:
 def test_an_unknown_user_is_no_place() -> None:
     for spec in ("~nobody-of-this-name/a", "folder:~nobody-of-this-name/a"):
         assert "~nobody-of-this-name/a " in refusal(spec)
+
+
+def test_a_test_folder_need_not_have_every_class(tmp_path: Path) -> None:
+    for part, names in (("train", ("cat", "dog")), ("test", ("dog",))):
+        for name in names:
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / part / name / "0.png")
+    data = gf.open_data(tmp_path)
+    assert (data.classes, len(data.train), len(data.test)) == (("cat", "dog"), 2, 1)
+    assert data.test[0][1] == 1

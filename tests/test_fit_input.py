@@ -95,7 +95,7 @@ def test_settings_that_are_none(change: dict[str, Any], sentence: str) -> None:
 
 
 def test_settings_may_be_numbers_of_other_kinds() -> None:
-    fit(lr=0, epochs=numpy.int64(1), momentum=numpy.float32(0.5), clip=1)
+    fit(lr=0, epochs=numpy.int64(1), batch=numpy.int64(4), momentum=numpy.float32(0.5), clip=1)
     assert Loop(seed=2**63 - 1).seed == 2**63 - 1
 
 

@@ -220,6 +220,19 @@ def test_a_full_disk_does_not_hinder_the_lock(tmp_path: Path, monkeypatch: pytes
         assert (tmp_path / "new").is_dir()
 
 
+def test_folders_above_the_data_may_have_the_names_of_classes(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for name in ("a", "b"):
+        (tmp_path / "a" / "data" / name).mkdir(parents=True)
+        for index in range(4):
+            picture = Image.new("RGB", (16, 16), (60 * index, 0, 0))
+            picture.save(tmp_path / "a" / "data" / name / f"{index}.png")
+    for out in (tmp_path / "run", tmp_path / "a" / "run"):
+        options = ["--shots", "0", "--data", str(tmp_path / "a" / "data"), "--out", str(out)]
+        assert cli.main(["train", *TINY, *options]) == 0
+
+
 def test_too_large_a_picture_is_told_as_a_lack_of_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,9 @@ class _Parser(argparse.ArgumentParser):
 
     read: Callable[[Sequence[str]], argparse.Namespace] | None = None
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.read is not None:
             return self.read(args), []

@@ -54,14 +54,13 @@ def _run(arguments: argparse.Namespace) -> None:
         if data.left_out:
             print(f"warning: {data.left_out}", file=sys.stderr)
         is_other = data.held_out and not is_same_place(config.data, saved.config.data)
-        if (
-            is_other
-            and [len(data.train), len(data.test)] == RunFolder.open(arguments.folder).found["samples"]
-        ):
+        counts, noted = [len(data.train), len(data.test)], RunFolder.open(arguments.folder).found["samples"]
+        is_whole = saved.config.partition == "none" and not saved.config.shots
+        if is_other and (counts == noted if is_whole else counts[1] == noted[1]):
             # with all of it, what was trained on would be tested too
             print(
-                f"warning: {config.data} has as many pictures as {arguments.folder} was trained and tested "
-                "on; it is taken for the same data, moved, and its test part alone is tested.",
+                f"warning: {config.data} has as many pictures as the data of {arguments.folder}; it is taken "
+                "for the same, moved, and its test part alone is tested.",
                 file=sys.stderr,
             )
             is_other = False

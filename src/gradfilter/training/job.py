@@ -204,15 +204,17 @@ def _check_output(config: Config, data: Data, model: nn.Module) -> None:
 
 def _check_place(config: Config, data: Data) -> None:
     """That nothing is written beside the class folders: it would be taken for one of them."""
-    if path_of(config.data).is_file():
+    place = path_of(config.data).resolve()
+    if data.task != "classify" or not place.is_dir():
         return
     first = (file.resolve() for part in (data.train, data.test) for file in part.files(0))
-    roots = {folder.parent for file in first for folder in file.parents if folder.name in data.classes}
-    for option, place in (("out", config.out), ("cache-folder", config.cache_folder)):
-        for root in roots if place else ():
-            if _is_seen_in(root, Path(place).resolve()):
+    classes = (folder for file in first for folder in file.parents if folder.name in data.classes)
+    roots = {folder.parent for folder in classes if folder.parent.is_relative_to(place)}
+    for option, given in (("out", config.out), ("cache-folder", config.cache_folder)):
+        for root in roots if given else ():
+            if _is_seen_in(root, Path(given).resolve()):
                 raise GradFilterError(
-                    f"{place} would lie among the class folders of {root}; give another --{option}, or start "
+                    f"{given} would lie among the class folders of {root}; give another --{option}, or start "
                     "gradfilter elsewhere."
                 )
 

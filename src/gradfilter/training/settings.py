@@ -64,7 +64,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
-            check_kind(name, getattr(self, name), kind)
+            value = getattr(self, name)
+            check_kind(name, value, kind)
+            if kind in (int, float) and not isinstance(value, int | float):  # numpy's
+                object.__setattr__(self, name, kind(value))
         self._check(1, "epochs", "batch", "accumulate")
         self._check(0, "steps", "lr", "lr_end", "momentum", "weight_decay", "warmup", "warmup_steps", "clip")
         self._check(0, "head_steps", "minutes", "patience")
